@@ -1,0 +1,41 @@
+# Everything a newcomer needs is a target here; each makes what it depends on.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+# bf16 matmuls can die with SIGILL on virtual machines that show AMX but forbid it.
+export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE
+
+.PHONY: help demo test lint torture bench clean
+
+help:
+	@echo "make demo     train a small GPT, kill it, resume it, compare bit for bit (under 3 minutes)"
+	@echo "make test     lint, types and all tests"
+	@echo "make bench    what it costs: ratios to the raw disk and to not saving"
+	@echo "make torture  200 random SIGKILLs of a real training run, each resumed and compared"
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 10), "stillframe needs Python 3.10 or newer"'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[demo,test]'
+	touch $@
+
+demo: $(VENV)/.installed
+	$(BIN)/python demo/run.py
+
+test: lint
+	$(BIN)/python -m pytest -m "not torture"
+
+lint: $(VENV)/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+torture: $(VENV)/.installed
+	$(BIN)/python -m pytest -m torture -s
+
+bench: $(VENV)/.installed
+	$(BIN)/python benchmarks/core.py
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis runs

@@ -1,0 +1,51 @@
+"""The user's own leaf types: how to take one apart into plain values and tensors, and put it together again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from stillframe.errors import ConfigError
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    kind: type
+    name: str
+    encode: Callable[[Any], Any]
+    decode: Callable[[Any], Any]
+
+
+_by_kind: dict[type, Leaf] = {}
+_by_name: dict[str, Leaf] = {}
+
+
+def register_leaf(kind: type[_T], name: str, encode: Callable[[_T], Any], decode: Callable[[Any], _T]) -> None:
+    """Teach stillframe to store instances of ``kind`` (exactly that class, not its subclasses).
+
+    ``encode(value)`` gives any nesting of plain values and tensors; ``decode`` gets the same
+    nesting back.  ``name`` is what the checkpoint records: keep it for as long as checkpoints
+    that use it should load.  Registering the same class and name again replaces the functions.
+
+    Raises: :class:`ConfigError` if the name belongs to another class, or the class to another name.
+    """
+    if not isinstance(kind, type) or not isinstance(name, str) or not name:
+        raise ConfigError(f"register_leaf({kind!r}, {name!r}): give a class and a name")
+    if not callable(encode) or not callable(decode):
+        raise ConfigError(f"register_leaf({kind.__qualname__}, {name!r}): encode and decode must be callable")
+    taken = _by_name.get(name)
+    known = _by_kind.get(kind)
+    if (taken is not None and taken.kind is not kind) or (known is not None and known.name != name):
+        raise ConfigError(f"register_leaf({kind.__qualname__}, {name!r}): {taken or known} is registered already")
+    _by_kind[kind] = _by_name[name] = Leaf(kind, name, encode, decode)
+
+
+def leaf_of(kind: type) -> Leaf | None:
+    return _by_kind.get(kind)
+
+
+def leaf_named(name: str) -> Leaf | None:
+    return _by_name.get(name)

@@ -1,0 +1,15 @@
+"""The limits of the format.  A writer refuses to exceed them; a reader refuses what does."""
+
+from __future__ import annotations
+
+from stillframe.units import MIB
+
+VERSION = 1
+MAX_HEADER_BYTES = 100_000_000
+"""safetensors' own limit."""
+MAX_SEAL_BYTES = 512 * MIB
+MAX_MANIFEST_BYTES = 64 * MIB
+MAX_DEPTH = 100
+"""Levels of nesting in a state."""
+MAX_DIMENSIONS = 64
+MAX_RANKS = 100_000

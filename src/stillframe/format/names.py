@@ -1,0 +1,65 @@
+"""The names of files in a root, made and recognised in one place.
+
+A name read from a file is only ever used after it has matched here, so no manifest can
+point outside its own directory.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+MANIFEST = "manifest.json"
+DAMAGED_MANIFEST = "manifest.damaged.json"
+PARTIAL = ".partial"
+
+_STEP = re.compile(r"step-(\d{12})", re.ASCII)
+_RANK_FILE = re.compile(r"rank-(\d{5})-([0-9a-f]{8})\.(safetensors|seal\.json)(\.partial)?", re.ASCII)
+_MANIFEST_PARTIAL = re.compile(r"manifest\.json\.[0-9a-f]{8}\.partial", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class RankFile:
+    rank: int
+    attempt: str
+    kind: str
+    is_partial: bool
+
+
+def step_dir(step: int) -> str:
+    return f"step-{step:012d}"
+
+
+def parse_step_dir(name: str) -> int | None:
+    found = _STEP.fullmatch(name)
+    return int(found[1]) if found else None
+
+
+def segment(rank: int, attempt: str) -> str:
+    return f"rank-{rank:05d}-{attempt}.safetensors"
+
+
+def seal(rank: int, attempt: str) -> str:
+    return f"rank-{rank:05d}-{attempt}.seal.json"
+
+
+def lock(rank: int) -> str:
+    return f"rank-{rank:05d}.lock"
+
+
+def manifest_partial(attempt: str) -> str:
+    return f"{MANIFEST}.{attempt}{PARTIAL}"
+
+
+def parse_rank_file(name: str) -> RankFile | None:
+    found = _RANK_FILE.fullmatch(name)
+    return RankFile(int(found[1]), found[2], found[3], found[4] is not None) if found else None
+
+
+def is_ours(name: str) -> bool:
+    """Whether a file in a step's directory was made by stillframe, and may be deleted with the step."""
+    return (
+        name in (MANIFEST, DAMAGED_MANIFEST)
+        or _RANK_FILE.fullmatch(name) is not None
+        or _MANIFEST_PARTIAL.fullmatch(name) is not None
+    )

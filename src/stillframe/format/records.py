@@ -1,0 +1,222 @@
+"""Seals and manifests: one rank's promise, and the commit.
+
+Both are one JSON object in one envelope::
+
+    {"stillframe": 1, "kind": "seal", "xxh3_128": "<digest of the body's bytes>", "body": {...}}
+
+so every byte of the body is covered by a checksum, and a reader knows the version before it
+looks any further.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, TypeVar
+
+import msgspec
+
+from stillframe.errors import FormatError, UnsupportedStateError, VersionError
+from stillframe.format import limits, names
+from stillframe.format.digest import digest, is_digest
+from stillframe.format.segment import Shard, check_shards
+from stillframe.format.tree import Node, check_tree
+from stillframe.model import BLOCK_BYTES, MAX_STEP
+
+Kind = Literal["seal", "manifest"]
+_TOO_LARGE = (
+    "the {what} would take {size} bytes; the format allows {limit}: put large Python values in a tensor or an array"
+)
+_MAX_BYTES: dict[Kind, int] = {"seal": limits.MAX_SEAL_BYTES, "manifest": limits.MAX_MANIFEST_BYTES}
+
+
+class _Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    pass
+
+
+class _Envelope(_Record, frozen=True):
+    stillframe: int
+    kind: str
+    xxh3_128: str
+    body: msgspec.Raw
+
+
+class _Version(msgspec.Struct, frozen=True):
+    stillframe: int
+
+
+class Segment(_Record, frozen=True):
+    """How a segment's bytes are cut and what each piece must hash to."""
+
+    file: str
+    bytes: int
+    data_start: int
+    header: str
+    """Digest of the bytes before ``data_start``."""
+    chunk_bytes: int
+    chunks: list[str]
+    """Digest of each chunk of the data; all are ``chunk_bytes`` long but the last."""
+
+    @property
+    def data_bytes(self) -> int:
+        return self.bytes - self.data_start
+
+
+class SealDraft(_Record, frozen=True):
+    """What of a seal is known when the save is requested; tree, shards and values are already JSON."""
+
+    step: int
+    rank: int
+    world_size: int
+    attempt: str
+    shards: msgspec.Raw
+    tree: msgspec.Raw
+    values: msgspec.Raw
+
+
+class Seal(_Record, frozen=True):
+    step: int
+    rank: int
+    world_size: int
+    attempt: str
+    segment: Segment
+    shards: list[Shard]
+    tree: Node
+    values: list[Any]
+
+
+class RankEntry(_Record, frozen=True):
+    """One rank's part in a manifest."""
+
+    rank: int
+    segment: str
+    segment_bytes: int
+    seal: str
+    seal_digest: str
+    """Digest of the seal's whole file."""
+
+
+class Manifest(_Record, frozen=True):
+    step: int
+    attempt: str
+    world_size: int
+    created_unix_s: float
+    stage_s: float
+    """From ``save()`` to staged, of the slowest rank."""
+    commit_s: float
+    """From ``save()`` to this manifest."""
+    ranks: list[RankEntry]
+
+    @property
+    def bytes(self) -> int:
+        return sum(entry.segment_bytes for entry in self.ranks)
+
+
+def encode_seal(draft: SealDraft, segment: Segment) -> bytes:
+    fields = {name: getattr(draft, name) for name in draft.__struct_fields__}
+    return _seal_up("seal", msgspec.json.encode({**fields, "segment": segment}))
+
+
+def check_draft(draft: SealDraft) -> None:
+    """Refuse, before anything is written, a state whose seal would be too large; leaves room for the checksums."""
+    size = len(bytes(draft.shards)) + len(bytes(draft.tree)) + len(bytes(draft.values))
+    if size > limits.MAX_SEAL_BYTES // 2:
+        raise UnsupportedStateError(
+            _TOO_LARGE.format(what="tree and plain values of the state", size=size, limit=limits.MAX_SEAL_BYTES // 2)
+        )
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    return _seal_up("manifest", msgspec.json.encode(manifest))
+
+
+def _seal_up(kind: Kind, body: bytes) -> bytes:
+    data = msgspec.json.encode(_Envelope(limits.VERSION, kind, digest(body), msgspec.Raw(body))) + b"\n"
+    if len(data) > _MAX_BYTES[kind]:
+        raise UnsupportedStateError(_TOO_LARGE.format(what=kind, size=len(data), limit=_MAX_BYTES[kind]))
+    return data
+
+
+def decode_seal(data: bytes, *, file: str) -> Seal:
+    """Raises :class:`FormatError` or :class:`VersionError`, naming ``file``."""
+    seal = _open("seal", data, Seal, file)
+    try:
+        _check_seal(seal)
+    except FormatError as error:
+        raise FormatError(f"{file}: {error}") from None
+    return seal
+
+
+def decode_manifest(data: bytes, *, file: str) -> Manifest:
+    """Raises :class:`FormatError` or :class:`VersionError`, naming ``file``."""
+    manifest = _open("manifest", data, Manifest, file)
+    try:
+        _check_manifest(manifest)
+    except FormatError as error:
+        raise FormatError(f"{file}: {error}") from None
+    return manifest
+
+
+_T = TypeVar("_T")
+
+
+def _open(kind: Kind, data: bytes, into: type[_T], file: str) -> _T:
+    if len(data) > _MAX_BYTES[kind]:
+        raise FormatError(f"{file}: {len(data)} bytes are more than the format allows")
+    try:
+        version = msgspec.json.decode(data, type=_Version).stillframe
+        if version > limits.VERSION:
+            raise VersionError(
+                f"{file} has format version {version}; this stillframe reads up to {limits.VERSION}: upgrade stillframe"
+            )
+        envelope = msgspec.json.decode(data, type=_Envelope)
+        if envelope.kind != kind:
+            raise FormatError(f"{file} is a {envelope.kind!r}, not a {kind}")
+        if digest(bytes(envelope.body)) != envelope.xxh3_128:
+            raise FormatError(f"{file} is damaged: its checksum does not match")
+        return msgspec.json.decode(envelope.body, type=into)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise FormatError(f"{file} cannot be read: {error}") from None
+
+
+def _check_common(step: int, rank_count: int, attempt: str) -> None:
+    if not 0 <= step <= MAX_STEP or not 1 <= rank_count <= limits.MAX_RANKS:
+        raise FormatError(f"impossible step {step} or world size {rank_count}")
+    if names.parse_rank_file(names.segment(0, attempt)) is None:
+        raise FormatError(f"{attempt!r} is not an attempt")
+
+
+def _check_seal(seal: Seal) -> None:
+    _check_common(seal.step, seal.world_size, seal.attempt)
+    segment = seal.segment
+    if not 0 <= seal.rank < seal.world_size or segment.file != names.segment(seal.rank, seal.attempt):
+        raise FormatError(f"impossible rank {seal.rank} or segment {segment.file!r}")
+    if segment.data_start % BLOCK_BYTES or not 0 < segment.data_start <= min(segment.bytes, limits.MAX_HEADER_BYTES):
+        raise FormatError(f"impossible data start {segment.data_start}")
+    if segment.chunk_bytes <= 0 or segment.chunk_bytes % BLOCK_BYTES:
+        raise FormatError(f"impossible chunk size {segment.chunk_bytes}")
+    if len(segment.chunks) != -(-segment.data_bytes // segment.chunk_bytes):
+        raise FormatError(f"{len(segment.chunks)} chunks do not make {segment.data_bytes} bytes")
+    if not all(map(is_digest, [segment.header, *segment.chunks])):
+        raise FormatError("a checksum is malformed")
+    check_shards(seal.shards, segment.data_bytes)
+    check_tree(seal.tree, len(seal.shards), len(seal.values))
+
+
+def _check_manifest(manifest: Manifest) -> None:
+    _check_common(manifest.step, manifest.world_size, manifest.attempt)
+    if [entry.rank for entry in manifest.ranks] != list(range(manifest.world_size)):
+        raise FormatError("the ranks are not 0, 1, 2, …")
+    for entry in manifest.ranks:
+        expected = names.segment(entry.rank, manifest.attempt), names.seal(entry.rank, manifest.attempt)
+        if (entry.segment, entry.seal) != expected or entry.segment_bytes < 0:
+            raise FormatError(f"rank {entry.rank} names the files {entry.segment!r} and {entry.seal!r}")
+        if not is_digest(entry.seal_digest):
+            raise FormatError(f"rank {entry.rank} has a malformed checksum")
+
+
+def encode_shards(shards: Sequence[Shard]) -> msgspec.Raw:
+    return msgspec.Raw(msgspec.json.encode(shards))
+
+
+def encode_tree(tree: Node) -> msgspec.Raw:
+    return msgspec.Raw(msgspec.json.encode(tree))

@@ -1,0 +1,80 @@
+"""A segment: one rank's tensors as a safetensors file whose data starts at a multiple of 4096.
+
+    8 bytes   length of the JSON that follows, little endian
+    JSON      {"__metadata__": {...}, name: {"dtype", "shape", "data_offsets"}, ...}, padded with spaces
+    data      the tensors end to end, without holes, row-major, little endian
+
+Everything is known before the first byte of data is, so a segment is written as a stream.
+Shards are laid out by falling item size, so each starts at a multiple of its own.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Sequence
+
+import msgspec
+
+from stillframe.errors import FormatError, UnsupportedStateError
+from stillframe.format import limits
+from stillframe.model import BLOCK_BYTES
+from stillframe.units import round_up
+
+ITEM_BYTES = {
+    "F64": 8, "I64": 8, "U64": 8, "C64": 8,
+    "F32": 4, "I32": 4, "U32": 4,
+    "F16": 2, "BF16": 2, "I16": 2, "U16": 2,
+    "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E4M3FNUZ": 1, "F8_E5M2FNUZ": 1,
+}  # fmt: skip
+
+
+class Shard(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One tensor, or one rank's part of it, in a segment; ``start`` and ``end`` count from the first data byte."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+    device: str = "cpu"
+    """Type of the device it was copied from, so that a restore can allocate it there again."""
+
+    @property
+    def nbytes(self) -> int:
+        return self.end - self.start
+
+
+def encode_header(shards: Sequence[Shard], about: dict[str, str]) -> bytes:
+    """The first bytes of the file, up to the data."""
+    entries: dict[str, object] = {"__metadata__": {"format": "pt", **about}}
+    for shard in shards:
+        entries[shard.name] = {
+            "dtype": shard.dtype,
+            "shape": shard.shape,
+            "data_offsets": (shard.start, shard.end),
+        }
+    text = msgspec.json.encode(entries)
+    size = round_up(8 + len(text), BLOCK_BYTES)
+    if size > limits.MAX_HEADER_BYTES:
+        raise UnsupportedStateError(
+            f"the state has {len(shards)} tensors, whose names and shapes take {size} bytes; "
+            f"a safetensors header holds at most {limits.MAX_HEADER_BYTES}: shorten names or stack small tensors"
+        )
+    return struct.pack("<Q", size - 8) + text.ljust(size - 8)
+
+
+def check_shards(shards: Sequence[Shard], data_bytes: int) -> None:
+    """The shards cover the data exactly, in order, each as long as its shape says; else :class:`FormatError`."""
+    at = 0
+    for shard in shards:
+        item_bytes = ITEM_BYTES.get(shard.dtype)
+        if item_bytes is None:
+            raise FormatError(f"tensor {shard.name!r} has an unknown dtype {shard.dtype!r}")
+        if len(shard.shape) > limits.MAX_DIMENSIONS or any(size < 0 for size in shard.shape):
+            raise FormatError(f"tensor {shard.name!r} has an impossible shape {shard.shape}")
+        if shard.start != at or shard.start % item_bytes or shard.nbytes != math.prod(shard.shape) * item_bytes:
+            raise FormatError(f"tensor {shard.name!r} does not lie where its shape puts it")
+        at = shard.end
+    if at != data_bytes:
+        raise FormatError(f"the tensors take {at} bytes, the data has {data_bytes}")

@@ -1,0 +1,99 @@
+"""The shape of a state: nested nodes whose leaves point at shards and at plain values.
+
+The tree holds structure only.  It stays the same from save to save, so it is encoded once
+and reused; the plain values, which change, stand in a list beside it (:mod:`.values`).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Union
+
+import msgspec
+
+from stillframe.errors import FormatError
+from stillframe.format import limits
+
+
+class _Node(msgspec.Struct, frozen=True, tag_field="kind", forbid_unknown_fields=True):
+    pass
+
+
+class View(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A tensor that is a strided window of a shard (tied or overlapping memory); counted in items of ``dtype``."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
+class DictNode(_Node, frozen=True, tag="dict"):
+    """``keys`` are encoded values, in the order of the dict."""
+
+    keys: list[Any]
+    items: list[Node]
+    is_ordered: bool = False
+    """It was a ``collections.OrderedDict``."""
+
+
+class ListNode(_Node, frozen=True, tag="list"):
+    items: list[Node]
+
+
+class TupleNode(_Node, frozen=True, tag="tuple"):
+    items: list[Node]
+
+
+class ObjectNode(_Node, frozen=True, tag="object"):
+    """What ``state_dict()`` of an object gave; ``type`` is its class, for people to read, never imported."""
+
+    type: str
+    item: Node
+
+
+class LeafNode(_Node, frozen=True, tag="leaf"):
+    """What ``encode`` of a registered leaf type gave."""
+
+    name: str
+    item: Node
+
+
+class TensorNode(_Node, frozen=True, tag="tensor"):
+    shard: int
+    view: View | None = None
+
+
+class ArrayNode(_Node, frozen=True, tag="array"):
+    """A numpy array; ``dtype`` is numpy's, ``shard`` holds its bytes."""
+
+    shard: int
+    dtype: str
+
+
+class ValueNode(_Node, frozen=True, tag="value"):
+    value: int
+
+
+Node = Union[DictNode, ListNode, TupleNode, ObjectNode, LeafNode, TensorNode, ArrayNode, ValueNode]  # noqa: UP007
+
+
+def check_tree(tree: Node, shards: int, values: int) -> None:
+    """Every index is in range and the nesting within limits; else :class:`FormatError`."""
+    stack: list[tuple[Node, int]] = [(tree, 1)]
+    while stack:
+        node, depth = stack.pop()
+        if depth > limits.MAX_DEPTH:
+            raise FormatError(f"the state is nested deeper than {limits.MAX_DEPTH} levels")
+        if isinstance(node, DictNode):
+            if len(node.keys) != len(node.items):
+                raise FormatError("a dict has more keys than items")
+            stack.extend((item, depth + 1) for item in node.items)
+        elif isinstance(node, ListNode | TupleNode):
+            stack.extend((item, depth + 1) for item in node.items)
+        elif isinstance(node, ObjectNode | LeafNode):
+            stack.append((node.item, depth + 1))
+        elif isinstance(node, ValueNode):
+            if not 0 <= node.value < values:
+                raise FormatError(f"the tree names value {node.value} of {values}")
+        elif not 0 <= node.shard < shards:
+            raise FormatError(f"the tree names shard {node.shard} of {shards}")

@@ -1,0 +1,208 @@
+"""Plain Python values ↔ JSON, exactly: what comes back has the type and the bits that went in.
+
+JSON's own types stand for themselves (``null``, booleans, integers of any size, finite floats,
+strings; an array is a list).  Everything else is an object with the key ``"$"`` that names its
+type.  Nothing is ever imported because a file names it: an enum's class must already be loaded.
+``encode`` refuses what it cannot give back exactly; nothing here ever falls back to pickle.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import enum
+import math
+import pathlib
+import struct
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from stillframe.errors import FormatError, UnsupportedStateError
+from stillframe.format import limits
+
+TAG = "$"
+_JSON_SCALARS = {type(None), bool, int, str, float}
+_NUMPY_KINDS = "biufcSUmM"
+_MAX_INT_BITS = 8192
+
+
+class Unencodable(Exception):
+    """Why a value cannot be stored; the walker adds the path and turns it into UnsupportedStateError."""
+
+
+_Encoder = Callable[[Any], dict[str, Any]]
+_Decoder = Callable[[dict[str, Any]], Any]
+_encoders: dict[type, tuple[str, _Encoder]] = {}
+_decoders: dict[str, _Decoder] = {}
+
+
+def register_value(kind: type, tag: str, encode: _Encoder, decode: _Decoder) -> None:
+    """Add a built-in value type (stillframe's own use; users have ``register_leaf``)."""
+    _encoders[kind] = (tag, encode)
+    _decoders[tag] = decode
+
+
+def is_value(kind: type) -> bool:
+    """Whether exact instances of this type are encoded here, as leaves."""
+    return (
+        kind in _JSON_SCALARS
+        or kind in (set, frozenset)
+        or kind in _encoders
+        or issubclass(kind, enum.Enum)
+        or _is_numpy_scalar(kind)
+    )
+
+
+def is_plain_list(items: list[Any]) -> bool:
+    """Whether a list holds only JSON scalars that need no tags: it is then one value, encoded at C speed."""
+    kinds = set(map(type, items))
+    if not kinds <= _JSON_SCALARS:
+        return False
+    if float in kinds and not all(math.isfinite(item) for item in items if type(item) is float):
+        return False
+    return int not in kinds or all(-(1 << 63) <= item < 1 << 63 for item in items if type(item) is int)
+
+
+def encode(value: Any, depth: int = 0) -> Any:
+    """The JSON form; raises :class:`Unencodable`."""
+    kind = type(value)
+    if kind is float:
+        return value if math.isfinite(value) else {TAG: "float", "bits": struct.pack(">d", value).hex()}
+    if kind is str:
+        return _checked_text(value)
+    if kind is int:
+        if value.bit_length() > _MAX_INT_BITS:
+            raise Unencodable(f"an int of more than {_MAX_INT_BITS} bits")
+        return value
+    if kind in _JSON_SCALARS:
+        return value
+    if depth > limits.MAX_DEPTH:
+        raise Unencodable(f"nested deeper than {limits.MAX_DEPTH} levels, or it contains itself")
+    if kind is list:
+        return [encode(item, depth + 1) for item in value]
+    if kind is tuple:
+        return {TAG: "tuple", "items": [encode(item, depth + 1) for item in value]}
+    if kind in (set, frozenset):
+        return {TAG: kind.__name__, "items": sorted((encode(item, depth + 1) for item in value), key=repr)}
+    if kind in _encoders:
+        tag, encoder = _encoders[kind]
+        return {TAG: tag, **encoder(value)}
+    if isinstance(value, enum.Enum):
+        return _encode_enum(value)
+    if _is_numpy_scalar(kind):
+        if value.dtype.kind not in _NUMPY_KINDS:
+            raise Unencodable(f"a numpy scalar of dtype {value.dtype}")
+        return {TAG: "numpy", "dtype": value.dtype.str, "data": _to_base64(value.tobytes())}
+    raise Unencodable(f"an object of type {kind.__module__}.{kind.__qualname__}")
+
+
+def decode(data: Any) -> Any:
+    """The value again; raises :class:`FormatError` on anything malformed."""
+    if isinstance(data, list):
+        return [decode(item) for item in data]
+    if not isinstance(data, dict):
+        return data
+    tag = data.get(TAG)
+    decoder = _decoders.get(tag) if isinstance(tag, str) else None
+    if decoder is None:
+        raise FormatError(f"a value is tagged {tag!r}, which is unknown here")
+    try:
+        return decoder(data)
+    except (KeyError, ValueError, TypeError, AttributeError, OverflowError, binascii.Error, struct.error) as error:
+        raise FormatError(f"a value tagged {tag!r} is malformed: {error!r}") from None
+
+
+def _checked_text(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise Unencodable("a string with lone surrogates") from None
+    return text
+
+
+def _to_base64(data: bytes | bytearray) -> str:
+    return base64.b64encode(data).decode("ascii")
+
+
+def _from_base64(text: str) -> bytes:
+    return base64.b64decode(text, validate=True)
+
+
+def _is_numpy_scalar(kind: type) -> bool:
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and issubclass(kind, numpy.generic)
+
+
+def _encode_enum(value: enum.Enum) -> dict[str, Any]:
+    kind = type(value)
+    where = f"{kind.__module__}:{kind.__qualname__}"
+    name = value.name
+    if name is None or name not in kind.__members__ or kind.__members__[name] is not value or "<" in where:
+        raise Unencodable(f"{value!r}, an enum value that its class cannot be asked for by name")
+    return {TAG: "enum", "type": where, "name": name}
+
+
+def _decode_enum(data: dict[str, Any]) -> enum.Enum:
+    module, _, qualname = data["type"].partition(":")
+    found: object = sys.modules.get(module)
+    for part in qualname.split("."):
+        found = getattr(found, part, None) if isinstance(found, ModuleType | type) else None
+    if not (isinstance(found, type) and issubclass(found, enum.Enum)):
+        raise UnsupportedStateError(
+            f"the enum {data['type']!r} is not loaded in this process: import it, then try again"
+        )
+    return found[data["name"]]
+
+
+def _decode_numpy(data: dict[str, Any]) -> Any:
+    import numpy
+
+    dtype = numpy.dtype(data["dtype"])
+    if dtype.kind not in _NUMPY_KINDS:
+        raise ValueError(f"dtype {dtype}")
+    raw = _from_base64(data["data"])
+    if len(raw) != dtype.itemsize:
+        raise ValueError(f"{len(raw)} bytes for {dtype}")
+    return numpy.frombuffer(raw, dtype)[0] if dtype.itemsize else dtype.type()
+
+
+def _decode_items(data: dict[str, Any]) -> list[Any]:
+    items = data["items"]
+    if not isinstance(items, list):
+        raise ValueError("items")
+    return [decode(item) for item in items]
+
+
+register_value(bytes, "bytes", lambda value: {"data": _to_base64(value)}, lambda data: _from_base64(data["data"]))
+register_value(
+    bytearray,
+    "bytearray",
+    lambda value: {"data": _to_base64(value)},
+    lambda data: bytearray(_from_base64(data["data"])),
+)
+register_value(
+    complex,
+    "complex",
+    lambda value: {"bits": struct.pack(">dd", value.real, value.imag).hex()},
+    lambda data: complex(*struct.unpack(">dd", bytes.fromhex(data["bits"]))),
+)
+register_value(
+    type(pathlib.Path()),
+    "path",
+    lambda value: {"data": _checked_text(str(value))},
+    lambda data: pathlib.Path(data["data"]),
+)
+register_value(
+    range,
+    "range",
+    lambda value: {"items": [value.start, value.stop, value.step]},
+    lambda data: range(*_decode_items(data)),
+)
+_decoders["float"] = lambda data: struct.unpack(">d", bytes.fromhex(data["bits"]))[0]
+_decoders["tuple"] = lambda data: tuple(_decode_items(data))
+_decoders["set"] = lambda data: set(_decode_items(data))
+_decoders["frozenset"] = lambda data: frozenset(_decode_items(data))
+_decoders["enum"] = _decode_enum
+_decoders["numpy"] = _decode_numpy

@@ -1,0 +1,126 @@
+"""Files read and written in place, past the page cache where the file system allows it (O_DIRECT).
+
+Direct I/O reaches the disk's own rate from one thread, costs little CPU and leaves the page
+cache to the training data; its price is that addresses, lengths and offsets are multiples of
+4096.  Where it is refused (tmpfs, some network file systems) the same calls go through the cache.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+from pathlib import Path
+from typing import Final
+
+from stillframe.errors import ConfigError
+from stillframe.model import BLOCK_BYTES
+from stillframe.units import round_up
+
+O_DIRECT: Final = getattr(os, "O_DIRECT", 0)
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def aligned_buffer(size: int) -> mmap.mmap:
+    """Zeroed memory that direct I/O accepts."""
+    return mmap.mmap(-1, max(round_up(size, BLOCK_BYTES), BLOCK_BYTES), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+
+def _open(path: Path, flags: int) -> tuple[int, bool]:
+    """A descriptor, and whether it is direct."""
+    flags |= os.O_NOFOLLOW | os.O_CLOEXEC
+    if O_DIRECT:
+        try:
+            return os.open(path, flags | O_DIRECT, 0o666), True
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+    return os.open(path, flags, 0o666), False
+
+
+class WriteFile:
+    """A new file of known size, written at block-aligned places in any order, from any thread.
+
+    Durability: nothing is promised before :meth:`finish` returns.
+    """
+
+    def __init__(self, path: Path, size: int) -> None:
+        self._size = size
+        self._fd, self.is_direct = _open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        try:
+            self._reserve(round_up(size, BLOCK_BYTES))
+        except OSError:
+            self.close()
+            raise
+
+    def _reserve(self, size: int) -> None:
+        # fallocate(2), not posix_fallocate(3): glibc emulates the latter by writing zeros.
+        # It finds a full disk before any byte is copied, and keeps the extents together.
+        if size and _libc.fallocate(self._fd, 0, ctypes.c_int64(0), ctypes.c_int64(size)) != 0:
+            code = ctypes.get_errno()
+            if code not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
+                raise OSError(code, os.strerror(code))
+
+    def write_at(self, data: memoryview, offset: int) -> None:
+        """Write ``data``, whose address and length are block-aligned, at a block-aligned offset."""
+        while data:
+            written = os.pwrite(self._fd, data, offset)
+            data, offset = data[written:], offset + written
+
+    def finish(self) -> None:
+        """Cut the last block's padding and make everything durable.  Blocks until the device has it."""
+        os.ftruncate(self._fd, self._size)
+        os.fsync(self._fd)
+        self.close()
+
+    def close(self) -> None:
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+class ReadFile:
+    """An existing file, read at block-aligned places, from any thread.  Raises ``OSError``."""
+
+    def __init__(self, path: Path) -> None:
+        self._fd, self.is_direct = _open(path, os.O_RDONLY)
+        self.size = os.fstat(self._fd).st_size
+
+    def read_at(self, into: memoryview, offset: int) -> int:
+        """Fill ``into`` (block-aligned, as is the offset) and tell how much came; less at the end of the file."""
+        done = 0
+        while done < len(into):
+            count = os.preadv(self._fd, [into[done:]], offset + done)
+            done += count
+            if count == 0 or count % BLOCK_BYTES:
+                break
+        return done
+
+    def close(self) -> None:
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+def memory_available_bytes() -> int:
+    """What this process may still allocate: the machine's free memory, or less where a cgroup says so."""
+    available = _meminfo_available()
+    for limit, usage in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ):
+        try:
+            room = int(Path(limit).read_text()) - int(Path(usage).read_text())
+        except (OSError, ValueError):
+            continue
+        available = min(available, max(room, 0))
+    return available
+
+
+def _meminfo_available() -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        name, _, rest = line.partition(":")
+        if name == "MemAvailable":
+            return int(rest.split()[0]) * 1024
+    raise ConfigError("/proc/meminfo does not say how much memory is available: give arena= a size")

@@ -1,0 +1,124 @@
+"""The only module that renames, links, fsyncs and deletes.
+
+After a function here returns, what it did survives a power failure, as far as the file
+system and the device keep their word about fsync.
+
+Invariants: a file appears under its final name whole or not at all; nothing is overwritten
+by :func:`publish_new`; deleting never follows a symbolic link.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from stillframe.errors import ExistsError, StorageError
+
+_NO_LINKS = {errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
+_HINTS = {
+    errno.ENOSPC: "free some space (or keep fewer checkpoints), then save again",
+    errno.EDQUOT: "the quota is used up: free some space, then save again",
+    errno.EROFS: "the file system is read-only: remount it or choose another root",
+    errno.EACCES: "check the permissions of the directory",
+    errno.EIO: "the device reports an I/O error: check the disk or the network mount",
+    errno.ENOENT: "something removed the directory while it was in use",
+}
+
+
+@contextlib.contextmanager
+def storage_errors(doing: str) -> Iterator[None]:
+    """Turn an ``OSError`` inside into a :class:`StorageError` that says what was being done."""
+    try:
+        yield
+    except OSError as error:
+        hint = _HINTS.get(error.errno or 0, "check the storage, then save again")
+        raise StorageError(f"{doing}: {error.strerror or error}; {hint}") from error
+
+
+def make_dir(path: Path) -> None:
+    """The directory exists, and so does its entry in the parent, durably."""
+    try:
+        path.mkdir(parents=False)
+    except FileExistsError:
+        return
+    sync_dir(path.parent)
+
+
+def sync_dir(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def publish(partial: Path, final: Path) -> None:
+    """A finished, fsynced file takes its final name, replacing what was there."""
+    os.rename(partial, final)
+    sync_dir(final.parent)
+
+
+def write_partial(partial: Path, data: bytes) -> None:
+    """Write and fsync a small file under its partial name."""
+    fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    try:
+        rest = memoryview(data)
+        while rest:
+            rest = rest[os.write(fd, rest) :]
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def publish_new(partial: Path, final: Path) -> None:
+    """A finished file takes its final name only if nobody has it: :class:`ExistsError` otherwise.
+
+    A hard link is the atomic "create if absent".  Where the file system has none, a check and a
+    rename stand in; the root's lock then is what keeps two writers apart.
+    """
+    try:
+        os.link(partial, final)
+    except FileExistsError:
+        raise ExistsError(f"{final} exists already") from None
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        if final.exists():
+            raise ExistsError(f"{final} exists already") from None
+        os.rename(partial, final)
+    else:
+        os.unlink(partial)
+    sync_dir(final.parent)
+
+
+def remove(path: Path) -> None:
+    """The file, or the link itself, is gone; not being there is fine."""
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
+
+
+def remove_dir(path: Path) -> bool:
+    """The directory is gone if it was empty; tells whether it is gone."""
+    try:
+        path.rmdir()
+    except FileNotFoundError:
+        return True
+    except OSError as error:
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+            return False
+        raise
+    sync_dir(path.parent)
+    return True
+
+
+def read_small(path: Path, limit: int) -> bytes:
+    """A whole small file, refusing links and more than ``limit`` bytes; raises ``OSError``."""
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    with open(fd, "rb") as file:
+        size = os.fstat(fd).st_size
+        if size > limit:
+            raise OSError(errno.EFBIG, f"{size} bytes are more than the {limit} allowed", str(path))
+        return file.read(limit)

@@ -1,0 +1,110 @@
+"""Every message between the trainer and the keeper; small, typed, one packet each.
+
+Trainer → keeper: ``Attach`` once (with the arena); per save ``Begin`` (with the draft of the seal in a
+memfd), ``Chunk`` …, then ``Staged`` or ``Abandon``; ``Close`` at the end.  Keeper → trainer: ``Ready`` once;
+per save ``Flushed`` … and ``Sealed``, ``Committed`` or ``Failed``.
+"""
+
+from __future__ import annotations
+
+from typing import Union
+
+import msgspec
+
+
+class _Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    pass
+
+
+class Attach(_Message, frozen=True):
+    """The packet carries the arena's memfd."""
+
+    nbytes: int
+
+
+class Begin(_Message, frozen=True):
+    """A save starts; the packet carries a memfd that holds header, then draft."""
+
+    save: int
+    step: int
+    requested_s: float
+    header_bytes: int
+    draft_bytes: int
+    data_bytes: int
+    layout: int
+    """Same number, same layout: only then are two saves' bytes comparable."""
+    lazy: tuple[tuple[int, int], ...]
+    """The byte ranges of the data that were staged lazily."""
+
+
+class Chunk(_Message, frozen=True):
+    """A chunk lies in a span of the arena; the keeper gives the span back with ``Flushed``."""
+
+    save: int
+    index: int
+    span: int
+    nbytes: int
+
+
+class Staged(_Message, frozen=True):
+    """Every chunk has been sent: from now on the keeper can finish alone."""
+
+    save: int
+    staged_s: float
+
+
+class Abandon(_Message, frozen=True):
+    """The trainer could not stage it: remove what there is."""
+
+    save: int
+
+
+class Close(_Message, frozen=True):
+    """No more saves: finish and go."""
+
+
+class Ready(_Message, frozen=True):
+    """The keeper holds the root's lock (or says why not), and leftovers are gone."""
+
+    warning: str = ""
+
+
+class Flushed(_Message, frozen=True):
+    save: int
+    span: int
+    nbytes: int
+    begun_s: float
+
+
+class Sealed(_Message, frozen=True):
+    save: int
+    at_s: float
+    is_unchanged: bool
+
+
+class Committed(_Message, frozen=True):
+    save: int
+    at_s: float
+
+
+class Failed(_Message, frozen=True):
+    save: int
+    kind: str
+    message: str
+
+
+class Notice(_Message, frozen=True):
+    """Something a person should know that fails no save."""
+
+    message: str
+
+
+class Refused(_Message, frozen=True):
+    """The keeper cannot serve this root at all; it leaves."""
+
+    kind: str
+    message: str
+
+
+FromTrainer = Union[Attach, Begin, Chunk, Staged, Abandon, Close]  # noqa: UP007
+FromKeeper = Union[Ready, Flushed, Sealed, Committed, Failed, Notice, Refused]  # noqa: UP007

@@ -1,0 +1,157 @@
+"""The trainer's end of a keeper: starts the process, talks to it, notices its death.
+
+Started with exec, never fork; in its own session, so that Ctrl-C and a killed process group
+do not reach it; isolated from the environment (``-I -S`` with the trainer's own ``sys.path``),
+so that it starts in tens of milliseconds and imports what the trainer would.  Its stderr goes
+to a memfd: the tail of it is the reason given when it dies, and no pipe of the trainer's is
+held open by a keeper that outlives it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import stillframe
+from stillframe.errors import ConfigError, KeeperError
+from stillframe.link.channel import Channel
+from stillframe.link.messages import FromKeeper, FromTrainer
+
+_BOOTSTRAP = (
+    "import json, sys; config = json.loads(sys.argv[2]); sys.path[:] = config.pop('path');"
+    "from stillframe.keeper.main import main; sys.exit(main(**config))"
+)
+
+STALL_S = 300.0
+"""A keeper that owes news for this long is given up: training must not hang because its storage does."""
+_WATCH_MS = 5000
+
+
+@dataclass(frozen=True, slots=True)
+class KeeperConfig:
+    """All that a keeper is told at its start."""
+
+    root: str
+    attempt: str
+    rank: int
+    world_size: int
+    keep_last: int | None
+    keep_every: int | None
+
+
+class KeeperProcess:
+    """One running keeper.  ``on_message`` and then, once, ``on_exit`` are called on a thread of its own."""
+
+    def __init__(
+        self,
+        config: KeeperConfig,
+        on_message: Callable[[FromKeeper], None],
+        on_exit: Callable[[KeeperProcess, KeeperError | None], None],
+        silence_s: Callable[[], float],
+    ) -> None:
+        self._on_message = on_message
+        self._on_exit = on_exit
+        self._silence_s = silence_s
+        self._is_closing = False
+        self.is_gone = False
+        """It ended, and what it had been lent is about to be taken back."""
+        self.has_arena = False
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._errors = os.memfd_create("stillframe-keeper-stderr", os.MFD_CLOEXEC)
+        trainer = os.pidfd_open(os.getpid())
+        try:
+            self._process = self._start(config, theirs.fileno(), trainer)
+        except OSError as error:
+            ours.close()
+            raise KeeperError(f"the keeper could not be started with {sys.executable!r}: {error}") from error
+        finally:
+            theirs.close()
+            os.close(trainer)
+        self.pid = self._process.pid
+        self._channel: Channel[FromKeeper, FromTrainer] = Channel(ours, FromKeeper)
+        self._thread = threading.Thread(target=self._receive, name="stillframe-receive", daemon=True)
+        self._thread.start()
+
+    def _start(self, config: KeeperConfig, sock: int, trainer: int) -> subprocess.Popen[bytes]:
+        if not sys.executable:
+            raise ConfigError(
+                "sys.executable is empty (an embedded interpreter?): set it to a Python that can run the keeper"
+            )
+        here = str(Path(stillframe.__file__).resolve().parent.parent)
+        path = [here, *(os.path.abspath(entry) for entry in sys.path if entry)]
+        arguments = json.dumps({"path": path, "sock": sock, "trainer": trainer, **asdict(config)})
+        return subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", _BOOTSTRAP, "stillframe-keeper", arguments],
+            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=self._errors,
+            pass_fds=(sock, trainer), start_new_session=True, cwd="/",
+        )  # fmt: skip
+
+    def send(self, message: FromTrainer, fd: int | None = None) -> None:
+        """Raises :class:`KeeperError` when it is gone; the receiving thread then reports why."""
+        try:
+            self._channel.send(message, fd)
+        except OSError as error:
+            raise KeeperError(f"the keeper (pid {self.pid}) is gone: {error}") from error
+
+    def expect_exit(self) -> None:
+        """From now on its end is not a failure."""
+        self._is_closing = True
+
+    def kill(self) -> None:
+        self._process.send_signal(signal.SIGKILL)
+
+    def join(self, timeout_s: float | None) -> bool:
+        """Wait until it has ended and ``on_exit`` has run; tells whether it has."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _receive(self) -> None:
+        is_silent = self._listen()
+        self.is_gone = True
+        if is_silent:
+            # Its storage hangs, perhaps for ever: do not wait for it to die.
+            self.kill()
+            error = KeeperError(
+                f"the keeper (pid {self.pid}) made no progress for {STALL_S:g} s: does the storage hang?"
+            )
+            self._on_exit(self, error)
+            self._process.wait()
+        else:
+            code = self._process.wait()
+            is_expected = code == 0 and self._is_closing
+            self._on_exit(self, None if is_expected else KeeperError(self._obituary(code)))
+        self._channel.close()
+        os.close(self._errors)
+
+    def _listen(self) -> bool:
+        """Pass on its messages until it is gone, or has been silent for too long: tells whether it has."""
+        poll = select.poll()
+        poll.register(self._channel.socket, select.POLLIN)
+        while True:
+            if not poll.poll(_WATCH_MS):
+                if self._silence_s() > STALL_S:
+                    return True
+                continue
+            try:
+                received = self._channel.receive()
+            except ConnectionError:
+                continue  # it went with our messages unread; what it sent before is queued behind this
+            if received is None:
+                return False
+            self._on_message(received[0])
+
+    def _obituary(self, code: int) -> str:
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        size = os.fstat(self._errors).st_size
+        tail = os.pread(self._errors, 2000, max(size - 2000, 0)).decode(errors="replace").strip()
+        said = f"; its last words:\n{tail}" if tail else ""
+        return f"the keeper (pid {self.pid}) {how}; saves in flight are lost, the next save starts another{said}"

@@ -1,0 +1,248 @@
+"""The keeper's main loop: messages in, work out to threads, news back; then finish and go.
+
+The main thread only listens, so it always notices the trainer's death: by the socket, and by a
+pidfd, because data-loader workers forked from the trainer keep the socket open.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import select
+import signal
+import socket
+import time
+import traceback
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from stillframe import errors
+from stillframe.catalog import Catalog
+from stillframe.errors import StillframeError
+from stillframe.keeper import prune
+from stillframe.keeper.flush import Fingerprint, Flush, read_draft
+from stillframe.keeper.lock import RootLock
+from stillframe.link import messages
+from stillframe.link.channel import Channel
+from stillframe.link.messages import FromKeeper, FromTrainer
+from stillframe.model import CHUNK_BYTES
+from stillframe.retention import Keep
+
+_WRITERS = 3
+"""Threads that hash and write: more than one so that the disk never waits for a hash."""
+_NICE = 10
+_POLL_MS = 50
+_PR_SET_NAME = 15
+
+
+class Keeper:
+    def __init__(self, root: Path, attempt: str, rank: int, keep: Keep, sock: int, trainer: int) -> None:
+        self._catalog = Catalog(root)
+        self._rank = rank
+        self._keep = keep
+        self._lock = RootLock(root, rank, attempt)
+        self._channel: Channel[FromTrainer, FromKeeper] = Channel(socket.socket(fileno=sock), FromTrainer)
+        self._trainer = trainer
+        self._is_orphan = False
+        self._is_closing = False
+        self._arena: memoryview | None = None
+        self._flushes: dict[int, Flush] = {}
+        self._previous: Fingerprint | None = None
+        self._writers = ThreadPoolExecutor(_WRITERS, "stillframe-flush")
+        self._finisher = ThreadPoolExecutor(1, "stillframe-finish")
+
+    def run(self) -> int:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, lambda *_: self._close())
+        try:
+            self._take_root()
+        except (StillframeError, OSError) as error:
+            self._tell(messages.Refused(*errors.to_record(error)))
+            return 1
+        self._listen()
+        for save in list(self._flushes):
+            self._abandon(save)
+        self._writers.shutdown()
+        self._finisher.shutdown()
+        return 0
+
+    def _close(self) -> None:
+        self._is_closing = True
+
+    def _take_root(self) -> None:
+        warning = ""
+        try:
+            self._catalog.root.mkdir(parents=True, exist_ok=True)
+            self._lock.acquire()
+            if self._lock.is_held:
+                prune.sweep(self._catalog)
+        except OSError as error:
+            # A root that cannot be written can still be restored from; saves will say what is wrong.
+            warning = f"{self._catalog.root} cannot be prepared for saving: {error}"
+        if self._lock.previous_failure:
+            warning = f"the run before could not commit a staged checkpoint: {self._lock.previous_failure}"
+        self._tell(messages.Ready(warning))
+
+    # --- listening -------------------------------------------------------------------------
+
+    def _listen(self) -> None:
+        """Until the trainer is gone, or says close, and nothing is left to receive."""
+        poll = select.poll()
+        poll.register(self._channel.socket, select.POLLIN)
+        poll.register(self._trainer, select.POLLIN)
+        while True:
+            ready = {fd for fd, _ in poll.poll(_POLL_MS if self._is_closing else 1000)}
+            if self._trainer in ready:
+                self._orphaned()
+            more = self._channel.socket.fileno() in ready and self._receive()
+            if not more and (self._is_orphan or (self._is_closing and not self._flushes)):
+                return
+
+    def _orphaned(self) -> None:
+        if not self._is_orphan:
+            self._is_orphan = True
+            self._lock.note("finishing")
+
+    def _receive(self) -> bool:
+        """Take every waiting message; tells whether there was any."""
+        count = 0
+        while True:
+            try:
+                received = self._channel.receive(flags=socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return count > 0
+            except ConnectionError:
+                # The trainer went with our news unread.  What it sent before is still queued behind this.
+                continue
+            if received is None:
+                self._orphaned()
+                return False
+            self._take(*received)
+            count += 1
+
+    def _take(self, message: FromTrainer, fd: int | None) -> None:
+        if isinstance(message, messages.Chunk):
+            self._take_chunk(message)
+        elif isinstance(message, messages.Begin):
+            assert fd is not None
+            self._begin(message, fd)
+        elif isinstance(message, messages.Staged):
+            flush = self._flushes[message.save]
+            flush.staged_s = message.staged_s
+            self._finisher.submit(_or_die, self._finish, message.save, flush)
+        elif isinstance(message, messages.Abandon):
+            self._abandon(message.save)
+        elif isinstance(message, messages.Attach):
+            assert fd is not None
+            self._arena = memoryview(mmap.mmap(fd, message.nbytes))
+            os.close(fd)
+        else:
+            self._is_closing = True
+
+    def _begin(self, message: messages.Begin, fd: int) -> None:
+        with open(fd, "rb") as file:
+            header, draft = read_draft(os.pread(file.fileno(), message.header_bytes + message.draft_bytes, 0), message)
+        flush = Flush(message, header, draft, self._catalog.root)
+        self._flushes[message.save] = flush
+        flush.pending.append(self._writers.submit(flush.attempt, flush.open))
+
+    def _take_chunk(self, chunk: messages.Chunk) -> None:
+        flush = self._flushes[chunk.save]
+        assert self._arena is not None
+        span = self._arena[chunk.span * CHUNK_BYTES : (chunk.span + 1) * CHUNK_BYTES]
+        flush.pending.append(self._writers.submit(self._flush_chunk, flush, chunk, span))
+
+    # --- working (writer and finisher threads) ---------------------------------------------
+
+    def _flush_chunk(self, flush: Flush, chunk: messages.Chunk, span: memoryview) -> None:
+        begun_s = time.monotonic()
+        flush.attempt(lambda: flush.write(chunk, span))
+        self._tell(messages.Flushed(chunk.save, chunk.span, chunk.nbytes, begun_s))
+
+    def _finish(self, save: int, flush: Flush) -> None:
+        for each in flush.pending:
+            each.result()
+        flush.attempt(lambda: self._seal_and_commit(save, flush))
+        if flush.error is not None:
+            self._fail(save, flush)
+        flush.close()
+        del self._flushes[save]
+        if flush.error is None and self._keep != Keep():
+            try:
+                prune.prune(self._catalog, self._keep)
+            except (OSError, StillframeError) as error:
+                self._tell(messages.Notice(f"old checkpoints could not be removed: {error}"))
+
+    def _seal_and_commit(self, save: int, flush: Flush) -> None:
+        entry = flush.seal()
+        fingerprint = flush.fingerprint
+        is_unchanged = fingerprint is not None and fingerprint == self._previous
+        self._previous = fingerprint
+        self._tell(messages.Sealed(save, time.monotonic(), is_unchanged))
+        flush.commit([entry])
+        self._tell(messages.Committed(save, time.monotonic()))
+
+    def _abandon(self, save: int) -> None:
+        """A save that will not be staged: drop it, unless it is finishing already."""
+        flush = self._flushes[save]
+        if flush.staged_s is None:
+            flush.error = flush.error or errors.StorageError("it was not completely staged")
+            self._finisher.submit(_or_die, self._drop, save, flush)
+
+    def _drop(self, save: int, flush: Flush) -> None:
+        for each in flush.pending:
+            each.result()
+        flush.discard()
+        del self._flushes[save]
+
+    def _fail(self, save: int, flush: Flush) -> None:
+        assert flush.error is not None
+        flush.discard()
+        kind, message = errors.to_record(flush.error)
+        if self._is_orphan:
+            self._lock.note("finishing", f"step {flush.begin.step}: {message}")
+        self._tell(messages.Failed(save, kind, message))
+
+    def _tell(self, message: FromKeeper) -> None:
+        """Send to the trainer while there is one; never wait for one that is gone."""
+        while not self._is_orphan:
+            try:
+                self._channel.send(message, flags=socket.MSG_DONTWAIT)
+                return
+            except BlockingIOError:
+                poll = select.poll()
+                poll.register(self._channel.socket, select.POLLOUT)
+                poll.register(self._trainer, select.POLLIN)
+                if any(fd == self._trainer for fd, _ in poll.poll(1000)):
+                    return
+            except OSError:
+                return
+
+
+def _or_die(work: Callable[[int, Flush], None], save: int, flush: Flush) -> None:
+    """A bug must not leave a save hanging: the trainer reports a dead keeper, with this traceback."""
+    try:
+        work(save, flush)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(70)
+
+
+def main(
+    *,
+    root: str,
+    attempt: str,
+    rank: int,
+    world_size: int,
+    keep_last: int | None,
+    keep_every: int | None,
+    sock: int,
+    trainer: int,
+) -> int:
+    assert world_size == 1
+    os.nice(_NICE)
+    ctypes.CDLL(None).prctl(_PR_SET_NAME, b"stillframe-keep", 0, 0, 0)
+    return Keeper(Path(root), attempt, rank, Keep(keep_last, keep_every), sock, trainer).run()

@@ -1,0 +1,128 @@
+"""The keeper of the moment: starts one when there is none, passes on its news, survives its death."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+
+from stillframe import errors
+from stillframe.errors import BusyError, DeadlineError, KeeperError, StillframeError
+from stillframe.link import messages
+from stillframe.link.arena import Arena
+from stillframe.link.messages import FromKeeper
+from stillframe.link.process import KeeperConfig, KeeperProcess
+from stillframe.stage.ledger import Ledger, Save
+
+logger = logging.getLogger("stillframe")
+
+READY_S = 300.0
+"""How long to wait for the root: the keeper of the run before may still be finishing."""
+
+
+class Keepers:
+    """Thread: safe from any.  ``on_failure`` is called with the saves that a message or a death failed."""
+
+    def __init__(self, config: KeeperConfig, ledger: Ledger, on_failure: Callable[[list[Save]], None]) -> None:
+        self._config = config
+        self._ledger = ledger
+        self._on_failure = on_failure
+        self._arena: Arena | None = None
+        self._lock = threading.RLock()
+        self._current: KeeperProcess | None = None
+        self._refusal: StillframeError | None = None
+        self._answered = threading.Event()
+        self._has_warned_unchanged = False
+        self.is_closed = False
+
+    @property
+    def pid(self) -> int | None:
+        with self._lock:
+            return self._current.pid if self._current else None
+
+    def start(self) -> KeeperProcess:
+        """The running keeper, started if there is none.  Raises :class:`KeeperError`."""
+        with self._lock:
+            if self._current is None:
+                if self.is_closed:
+                    raise KeeperError("the checkpointer is closed")
+                self._answered.clear()
+                self._refusal = None
+                self._current = KeeperProcess(self._config, self._hear, self._on_exit, self._ledger.silence_s)
+                self._ledger.keeper_started()
+            return self._current
+
+    def attach(self, keeper: KeeperProcess, arena: Arena) -> None:
+        """Give this keeper the arena, unless it has it."""
+        self._arena = arena
+        if not keeper.has_arena:
+            keeper.send(messages.Attach(arena.nbytes), arena.fd)
+            keeper.has_arena = True
+
+    def wait_ready(self) -> None:
+        """Until the root is ours.  Raises :class:`BusyError` if another run has it."""
+        with self._lock:
+            self.start()
+        if not self._answered.wait(READY_S):
+            raise DeadlineError(f"the keeper did not get hold of {self._config.root} within {READY_S:g} s")
+        if isinstance(self._refusal, BusyError):
+            raise self._refusal
+
+    def close(self, timeout_s: float | None) -> bool:
+        """Let it finish and go; tells whether it has gone."""
+        with self._lock:
+            self.is_closed = True
+            current = self._current
+            if current is None:
+                return True
+            current.expect_exit()
+        try:
+            current.send(messages.Close())
+        except KeeperError:
+            pass  # gone already; joining tells
+        return current.join(timeout_s)
+
+    # --- on the receiving thread -----------------------------------------------------------
+
+    def _hear(self, message: FromKeeper) -> None:
+        self._ledger.news()
+        if isinstance(message, messages.Flushed):
+            self._ledger.flushed(message.save, message.nbytes, message.begun_s)
+            if self._arena is not None:
+                self._arena.give_back(message.span)
+        elif isinstance(message, messages.Sealed):
+            self._ledger.sealed(message.save, message.at_s, message.is_unchanged)
+            if message.is_unchanged:
+                self._warn_unchanged()
+        elif isinstance(message, messages.Committed):
+            self._ledger.committed(message.save, message.at_s)
+        elif isinstance(message, messages.Failed):
+            save = self._ledger.fail(message.save, errors.from_record(message.kind, message.message))
+            self._on_failure([save] if save else [])
+        elif isinstance(message, messages.Notice):
+            logger.warning("%s", message.message)
+        elif isinstance(message, messages.Ready):
+            if message.warning:
+                logger.warning("%s", message.warning)
+            self._answered.set()
+        else:
+            self._refusal = errors.from_record(message.kind, message.message)
+
+    def _on_exit(self, process: KeeperProcess, error: KeeperError | None) -> None:
+        with self._lock:
+            if self._current is process:
+                self._current = None
+            reason = self._refusal or error or KeeperError(f"the keeper (pid {process.pid}) left with saves in flight")
+            self._answered.set()
+        failed = self._ledger.fail_all(reason)
+        if self._arena is not None:
+            self._arena.give_back_all()
+        self._on_failure(failed)
+
+    def _warn_unchanged(self) -> None:
+        if not self._has_warned_unchanged:
+            self._has_warned_unchanged = True
+            logger.warning(
+                "two successive saves hold exactly the same bytes in every lazily staged tensor. "
+                "Is the state you save the one that is being trained? (said once)"
+            )

@@ -1,0 +1,234 @@
+"""The saves of one checkpointer: the phase of each, its error, and what they add up to.
+
+One lock guards everything here; every change wakes all waiters.  A save's failure is kept until
+somebody is told: the owner of the :class:`Save`, or the next ``save``, ``wait`` or ``close``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from stillframe.errors import BusyError, ConfigError, DeadlineError, StillframeError
+from stillframe.model import PHASES, Phase, Progress, Stats, Times
+
+
+def check_phase(phase: str) -> int:
+    if phase not in PHASES:
+        raise ConfigError(f"phase={phase!r} is not one of {', '.join(PHASES)}")
+    return PHASES.index(phase)
+
+
+class Save:
+    """One requested checkpoint, on its way through the phases.  Thread: safe from any."""
+
+    def __init__(self, ledger: Ledger, number: int, step: int, total_bytes: int, requested_s: float) -> None:
+        self.step = step
+        self.number = number
+        self._ledger = ledger
+        self._total_bytes = total_bytes
+        self._staged_bytes = 0
+        self._flushed_bytes = 0
+        self._phase: Phase = "captured"
+        self._error: StillframeError | None = None
+        self._times = Times(requested_s)
+
+    @property
+    def phase(self) -> Phase:
+        return self._phase
+
+    @property
+    def error(self) -> StillframeError | None:
+        """Why it failed; ``None`` if it has not."""
+        return self._error
+
+    @property
+    def progress(self) -> Progress:
+        return Progress(self._total_bytes, self._staged_bytes, self._flushed_bytes)
+
+    @property
+    def times(self) -> Times:
+        return self._times
+
+    def wait(self, phase: Phase = "committed", timeout_s: float | None = None) -> None:
+        """Block until this save has reached ``phase``.
+
+        Raises: its error, if it failed; :class:`BusyError` if it was skipped; :class:`DeadlineError`.
+        """
+        self._ledger.wait_for(self, phase, timeout_s)
+
+    def __repr__(self) -> str:
+        return f"<Save step={self.step} {self._phase}>"
+
+
+class Ledger:
+    """``before_wait`` runs ahead of every wait, on the waiting thread (an audit needs a turn there)."""
+
+    def __init__(self, before_wait: Callable[[], None]) -> None:
+        self._before_wait = before_wait
+        self._changed = threading.Condition()
+        self._in_flight: dict[int, Save] = {}
+        self._untold: list[Save] = []
+        self._counts = Stats()
+        self._last_news_s = time.monotonic()
+
+    # --- what happens to a save ------------------------------------------------------------
+
+    def begin(self, step: int, total_bytes: int, requested_s: float) -> Save:
+        with self._changed:
+            save = Save(self, self._counts.saves, step, total_bytes, requested_s)
+            self._in_flight[save.number] = save
+            self._count(saves=1)
+            return save
+
+    def skip(self, step: int, requested_s: float) -> Save:
+        save = Save(self, -1, step, 0, requested_s)
+        save._phase = "skipped"
+        with self._changed:
+            self._count(skipped=1)
+        return save
+
+    def stage_begun(self, save: Save) -> None:
+        self._note(save, stage_begin_s=time.monotonic())
+
+    def returned(self, save: Save, captured_bytes: int, blocked_s: float) -> None:
+        self._note(save, returned_s=time.monotonic())
+        with self._changed:
+            self._count(captured_bytes=captured_bytes, blocked_save_s=blocked_s)
+
+    def staging(self, save: Save, nbytes: int) -> None:
+        with self._changed:
+            save._staged_bytes += nbytes
+            self._count(staged_bytes=nbytes)
+
+    def staged(self, save: Save, at_s: float) -> None:
+        self._advance(save, "staged", staged_s=at_s)
+
+    def flushed(self, number: int, nbytes: int, begun_s: float) -> None:
+        with self._changed:
+            self._last_news_s = time.monotonic()
+            self._count(flushed_bytes=nbytes)
+            save = self._in_flight.get(number)
+            if save is not None:
+                save._flushed_bytes += nbytes
+                if save._times.flush_begin_s is None:
+                    save._times = dataclasses.replace(save._times, flush_begin_s=begun_s)
+
+    def sealed(self, number: int, at_s: float, is_unchanged: bool) -> None:
+        with self._changed:
+            self._count(unchanged=int(is_unchanged))
+            save = self._in_flight.get(number)
+        if save is not None:
+            self._advance(save, "sealed", sealed_s=at_s)
+
+    def committed(self, number: int, at_s: float) -> Save | None:
+        with self._changed:
+            save = self._in_flight.pop(number, None)
+            self._count(committed=int(save is not None))
+        if save is not None:
+            self._advance(save, "committed", committed_s=at_s)
+        return save
+
+    def fail(self, number: int, error: StillframeError) -> Save | None:
+        """Tells which save it was; ``None`` if it had ended already."""
+        with self._changed:
+            self._last_news_s = time.monotonic()
+            save = self._in_flight.pop(number, None)
+            if save is not None:
+                save._phase = "failed"
+                save._error = error
+                self._untold.append(save)
+                self._count(failed=1)
+            self._changed.notify_all()
+            return save
+
+    def fail_all(self, error: StillframeError) -> list[Save]:
+        with self._changed:
+            numbers = list(self._in_flight)
+        return [save for number in numbers if (save := self.fail(number, error)) is not None]
+
+    def fenced(self, blocked_s: float, has_waited: bool) -> None:
+        with self._changed:
+            self._count(blocked_fence_s=blocked_s, fences=int(has_waited))
+
+    def keeper_started(self) -> None:
+        with self._changed:
+            self._last_news_s = time.monotonic()
+            self._count(keeper_starts=1)
+
+    # --- asking ----------------------------------------------------------------------------
+
+    @property
+    def in_flight(self) -> list[Save]:
+        with self._changed:
+            return list(self._in_flight.values())
+
+    def silence_s(self) -> float:
+        """How long the keeper has owed news; zero if it owes none."""
+        with self._changed:
+            return time.monotonic() - self._last_news_s if self._in_flight else 0.0
+
+    def news(self) -> None:
+        with self._changed:
+            self._last_news_s = time.monotonic()
+
+    def stats(self, **more: Any) -> Stats:
+        with self._changed:
+            return dataclasses.replace(self._counts, in_flight=len(self._in_flight), **more)
+
+    def take_untold(self) -> list[Save]:
+        """The failed saves that nobody has been told of; they count as told from now on."""
+        with self._changed:
+            untold, self._untold = self._untold, []
+            return untold
+
+    def wait_for(self, save: Save, phase: Phase, timeout_s: float | None) -> None:
+        wanted = check_phase(phase)
+        self._before_wait()
+        with self._changed:
+            self._changed.wait_for(lambda: _is_settled(save, wanted), timeout_s)
+            if save in self._untold:
+                self._untold.remove(save)
+        if save.error is not None:
+            raise save.error
+        if save.phase == "skipped":
+            raise BusyError(f"step {save.step} was skipped: an earlier save still filled the arena (when_busy='skip')")
+        if not _is_settled(save, wanted):
+            raise DeadlineError(f"step {save.step} is {save.phase}, not {phase}, after {timeout_s:g} s")
+
+    def wait_all(self, phase: Phase, timeout_s: float | None) -> None:
+        """Until every save in flight has reached the phase, or failed.  Raises :class:`DeadlineError`."""
+        wanted = check_phase(phase)
+        self._before_wait()
+        with self._changed:
+            waited_for = list(self._in_flight.values())
+            if not self._changed.wait_for(lambda: all(_is_settled(save, wanted) for save in waited_for), timeout_s):
+                late = ", ".join(f"{save.step} ({save.phase})" for save in waited_for if not _is_settled(save, wanted))
+                raise DeadlineError(
+                    f"after {timeout_s:g} s these steps are not {phase}: {late}; they go on in the background"
+                )
+
+    # --- inside ----------------------------------------------------------------------------
+
+    def _count(self, **more: float) -> None:
+        counts = self._counts
+        self._counts = dataclasses.replace(counts, **{name: getattr(counts, name) + by for name, by in more.items()})
+
+    def _note(self, save: Save, **times: float) -> None:
+        with self._changed:
+            save._times = dataclasses.replace(save._times, **times)
+
+    def _advance(self, save: Save, phase: Phase, **times: float) -> None:
+        with self._changed:
+            self._last_news_s = time.monotonic()
+            if save._phase in PHASES and PHASES.index(save._phase) < PHASES.index(phase):
+                save._phase = phase
+            save._times = dataclasses.replace(save._times, **times)
+            self._changed.notify_all()
+
+
+def _is_settled(save: Save, wanted: int) -> bool:
+    return save.phase in ("failed", "skipped") or PHASES.index(save.phase) >= wanted

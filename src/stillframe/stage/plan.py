@@ -1,0 +1,172 @@
+"""The plan of a save: where every tensor goes in the segment, and which copies put it there.
+
+Made from a :class:`Walk` when the structure is new, and reused as long as it stays the same.
+
+Layout: shards by falling item size (so each starts at a multiple of its own), within one item
+size the captured ones first (so they form at most four runs).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+import torch
+
+from stillframe.errors import UnsupportedStateError
+from stillframe.format.records import encode_shards, encode_tree
+from stillframe.format.segment import Shard, encode_header
+from stillframe.format.tree import TensorNode, View
+from stillframe.format.values import Unencodable
+from stillframe.stage.copies import Capture, Chunk, Target, captures_of, chunks_of
+from stillframe.stage.device import Device, DeviceTable
+from stillframe.stage.leaves import DTYPE_NAMES, check_tensor
+from stillframe.stage.sharing import Base, share_memory
+from stillframe.stage.walk import Path, TreeBuilder, Walk, refusal, render
+from stillframe.units import KIB
+
+SMALL_BYTES = KIB
+"""Tensors up to this size are captured by ``save`` itself: Adam's ``step``, counters, scales."""
+_layouts = itertools.count(1)
+
+
+@dataclass(slots=True)
+class Plan:
+    """Never changed once made.  Keeps its sources alive, so it must not outlive its checkpointer."""
+
+    layout: int
+    shards: list[Shard]
+    header: bytes
+    shards_json: msgspec.Raw
+    tree_json: msgspec.Raw
+    data_bytes: int
+    chunks: list[Chunk]
+    lazy: tuple[tuple[int, int], ...]
+    captured_bytes: int
+    devices: list[Device]
+    _captures: list[Capture]
+    _signature: list[object] = field(repr=False)
+    _tokens: list[tuple[object, ...]] = field(repr=False)
+    _tensors: list[torch.Tensor] = field(repr=False)
+
+    def fits(self, walk: Walk) -> bool:
+        """Whether the walk found the same structure in the same memory, so that this plan serves it too."""
+        return walk.tokens == self._tokens and signature(walk) == self._signature
+
+    def capture(self, walk: Walk) -> dict[Device, torch.Tensor]:
+        """Copy what may change before the next update, in the order of each device's compute."""
+        return {
+            capture.device: capture.device.gather(
+                [walk.tensors[each] if isinstance(each, int) else each for each in capture.sources], capture.nbytes
+            )
+            for capture in self._captures
+        }
+
+
+def signature(walk: Walk) -> list[object]:
+    """What must be equal for two walks of the same tokens to share a plan.
+
+    A stable tensor is known by its memory: the plan keeps that alive, so an equal address is the
+    same memory.  A volatile one may be a new object every time: only its form counts, and which
+    of the others it is tied to.
+    """
+    seen: dict[tuple[object, ...], int] = {}
+    result: list[object] = []
+    for index, (tensor, is_volatile) in enumerate(zip(walk.tensors, walk.is_volatile, strict=True)):
+        if is_volatile:
+            form = (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+            tied = seen.setdefault((tensor.data_ptr(), *form), index) if tensor.numel() else index
+            result.append((form, tied))
+        else:
+            result.append(
+                (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device,
+                 tensor.is_conj(), tensor.is_neg())
+            )  # fmt: skip
+    return result
+
+
+def make_plan(walk: Walk, devices: DeviceTable) -> Plan:
+    """Raises :class:`UnsupportedStateError`, naming the tensor that cannot be stored."""
+    paths = TreeBuilder(walk.tokens).paths()
+    for tensor, path in zip(walk.tensors, paths, strict=True):
+        try:
+            check_tensor(tensor)
+        except Unencodable as reason:
+            raise UnsupportedStateError(refusal(reason, path)) from None
+    targets, nodes = _targets(share_memory(walk.tensors, walk.is_volatile, _unique_names(paths)), devices)
+    order = sorted(targets, key=lambda target: (-target.source.element_size(), not target.is_captured))
+    at = 0
+    for number, target in enumerate(order):
+        target.shard, target.start = number, at
+        at += target.nbytes
+    shards = [
+        Shard(
+            name=target.name,
+            dtype=DTYPE_NAMES[target.source.dtype],
+            shape=tuple(target.source.shape),
+            start=target.start,
+            end=target.start + target.nbytes,
+            device=target.source.device.type,
+        )
+        for target in order
+    ]
+    captures, captured_at = captures_of(order)
+    leaves = [TensorNode(target.shard, view) for target, view in nodes]
+    return Plan(
+        layout=next(_layouts),
+        shards=shards,
+        header=encode_header(shards, {"stillframe": "1"}),
+        shards_json=encode_shards(shards),
+        tree_json=encode_tree(TreeBuilder(walk.tokens).build(leaves)),
+        data_bytes=at,
+        chunks=chunks_of(order, captured_at, at),
+        lazy=_merged((target.start, target.start + target.nbytes) for target in order if not target.is_captured),
+        captured_bytes=sum(capture.nbytes for capture in captures),
+        devices=list(dict.fromkeys(target.device for target in order)),
+        _captures=captures,
+        _signature=signature(walk),
+        _tokens=walk.tokens,
+        _tensors=[
+            tensor for tensor, is_volatile in zip(walk.tensors, walk.is_volatile, strict=True) if not is_volatile
+        ],
+    )
+
+
+def _targets(bases: list[Base], devices: DeviceTable) -> tuple[list[Target], list[tuple[Target, View | None]]]:
+    """A shard to be for each base, and for each tensor of the walk the shard it lies in."""
+    targets: list[Target] = []
+    leaves: dict[int, tuple[Target, View | None]] = {}
+    for base in bases:
+        is_captured = base.is_volatile or base.source.nbytes <= SMALL_BYTES
+        index = base.leaves[0][0] if base.is_volatile else None
+        target = Target(base.source, devices.of(base.source), base.name, is_captured, index)
+        targets.append(target)
+        leaves.update((each, (target, view)) for each, view in base.leaves)
+    return targets, [leaves[index] for index in range(len(leaves))]
+
+
+def _unique_names(paths: Sequence[Path]) -> list[str]:
+    """Paths as text; where two read alike (``0`` and ``"0"``), the later one gets a number."""
+    names: list[str] = []
+    taken = {"__metadata__"}
+    for path in paths:
+        plain = name = render(path) or "~"
+        for number in itertools.count(2):
+            if name not in taken:
+                break
+            name = f"{plain}~{number}"  # no path reads like this: a lone ~ is written ~0
+        taken.add(name)
+        names.append(name)
+    return names
+
+
+def _merged(ranges: Iterator[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    merged: list[tuple[int, int]] = []
+    for start, end in ranges:
+        if merged and merged[-1][1] == start:
+            merged[-1] = merged[-1][0], end
+        elif start < end:
+            merged.append((start, end))
+    return tuple(merged)

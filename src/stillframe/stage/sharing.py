@@ -1,0 +1,131 @@
+"""Memory that several tensors share is written once.
+
+Tensors of the same form at the same address are one.  Stable tensors whose memory overlaps are written as
+the one that covers the others, or else as the stretch of memory they span; the others are views of it.
+Volatile tensors may be new objects at every save: they are tied only if they are exactly alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from stillframe.format.tree import View
+from stillframe.stage.device import is_plain
+from stillframe.stage.leaves import DTYPE_NAMES
+
+
+@dataclass(slots=True)
+class _Extent:
+    """The bytes of its storage that a tensor spans."""
+
+    index: int
+    tensor: torch.Tensor
+    start: int
+    end: int
+
+    @property
+    def form(self) -> tuple[object, ...]:
+        return (self.start, self.tensor.shape, self.tensor.stride(), self.tensor.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Base:
+    """Memory to be written once, and which tensors lie in it, each whole (``None``) or as a view."""
+
+    source: torch.Tensor
+    name: str
+    leaves: list[tuple[int, View | None]]
+    is_volatile: bool = False
+
+
+def share_memory(tensors: Sequence[torch.Tensor], is_volatile: Sequence[bool], names: Sequence[str]) -> list[Base]:
+    """The pieces of memory to write, so that every tensor lies in exactly one of them."""
+    bases: list[Base] = []
+    storages: dict[tuple[torch.device, int], list[_Extent]] = {}
+    tied: dict[tuple[object, ...], list[tuple[int, View | None]]] = {}
+    for index, tensor in enumerate(tensors):
+        if is_volatile[index] and tensor.numel():
+            form = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+            tied.setdefault(form, []).append((index, None))
+        elif tensor.numel() == 0 or tensor.is_conj() or tensor.is_neg():
+            bases.append(Base(tensor, names[index], [(index, None)], is_volatile[index]))
+        else:
+            key = tensor.device, tensor.untyped_storage().data_ptr()
+            storages.setdefault(key, []).append(_extent(index, tensor))
+    for members in tied.values():
+        first = members[0][0]
+        bases.append(Base(tensors[first], names[first], members, is_volatile=True))
+    for extents in storages.values():
+        for group in _overlapping(extents):
+            bases.extend(_bases(group, names))
+    return sorted(bases, key=lambda base: base.leaves[0][0])
+
+
+def _extent(index: int, tensor: torch.Tensor) -> _Extent:
+    item_bytes = tensor.element_size()
+    start = int(tensor.storage_offset()) * item_bytes
+    items = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return _Extent(index, tensor, start, start + items * item_bytes)
+
+
+def _overlapping(extents: list[_Extent]) -> Iterator[list[_Extent]]:
+    """Groups of extents that touch common bytes, each in the order of the walk."""
+    group: list[_Extent] = []
+    end = -1
+    for extent in sorted(extents, key=lambda extent: extent.start):
+        if group and extent.start >= end:
+            yield sorted(group, key=lambda extent: extent.index)
+            group = []
+        end = max(end, extent.end) if group else extent.end
+        group.append(extent)
+    yield sorted(group, key=lambda extent: extent.index)
+
+
+def _bases(group: list[_Extent], names: Sequence[str]) -> list[Base]:
+    """How the memory of one group is written: once if that can be, else each form by itself."""
+    forms: dict[tuple[object, ...], list[_Extent]] = {}
+    for extent in group:
+        forms.setdefault(extent.form, []).append(extent)
+    distinct = [members[0] for members in forms.values()]
+    whole = _whole(distinct, names) if len(distinct) > 1 else None
+    if whole is None:
+        return [
+            Base(members[0].tensor, names[members[0].index], [(extent.index, None) for extent in members])
+            for members in forms.values()
+        ]
+    base, source, name = whole
+    leaves = [(extent.index, None if extent.form == base.form else _view(extent, base.start)) for extent in group]
+    return [Base(source, name, leaves)]
+
+
+def _whole(distinct: list[_Extent], names: Sequence[str]) -> tuple[_Extent, torch.Tensor, str] | None:
+    """One tensor that covers all of them: one of their own, or the stretch of memory from first to last."""
+    start, end = min(extent.start for extent in distinct), max(extent.end for extent in distinct)
+    if any((extent.start - start) % extent.tensor.element_size() for extent in distinct):
+        return None
+    for extent in distinct:
+        if (extent.start, extent.end) == (start, end) and is_plain(extent.tensor):
+            return extent, extent.tensor, names[extent.index]
+    if end - start > 2 * sum(extent.tensor.nbytes for extent in distinct):
+        return None  # mostly gaps
+    first = distinct[0].tensor
+    is_uniform = all(extent.tensor.dtype == first.dtype for extent in distinct)
+    dtype = first.dtype if is_uniform else torch.uint8
+    item_bytes = dtype.itemsize
+    source = torch.empty(0, dtype=dtype, device=first.device).set_(
+        first.untyped_storage(), start // item_bytes, ((end - start) // item_bytes,), (1,)
+    )
+    return _Extent(-1, source, start, end), source, names[distinct[0].index] + "~memory"
+
+
+def _view(extent: _Extent, start: int) -> View:
+    tensor = extent.tensor
+    return View(
+        dtype=DTYPE_NAMES[tensor.dtype],
+        shape=tuple(tensor.shape),
+        stride=tuple(tensor.stride()),
+        offset=(extent.start - start) // tensor.element_size(),
+    )

@@ -1,0 +1,108 @@
+"""stillframe: lazy, asynchronous checkpointing for training.
+
+checkpointer   the facade: save, fence, wait, restore
+stage          live objects → chunks in the arena            (torch)
+keeper         arena → segments, seals, manifests            (a process without torch)
+restore        checkpoints → live objects                    (torch)
+catalog        what is a checkpoint
+link           the arena and the messages between the two processes
+format         bytes ↔ structures
+storage        names ↔ bytes, durably
+model, retention, units, errors
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+from stillframe.errors import (
+    BusyError,
+    ConfigError,
+    DeadlineError,
+    ExistsError,
+    FormatError,
+    IntegrityError,
+    KeeperError,
+    MismatchError,
+    NotFoundError,
+    StateError,
+    StillframeError,
+    StorageError,
+    TornError,
+    UnsupportedStateError,
+    VersionError,
+)
+
+if TYPE_CHECKING:
+    from stillframe.catalog import Catalog, Checkpoint
+    from stillframe.checkpointer import Checkpointer
+    from stillframe.format.leaves import register_leaf
+    from stillframe.model import Progress, RestoreReport, Stats, Times
+    from stillframe.restore.load import load
+    from stillframe.retention import KeepEvery, KeepLast
+    from stillframe.stage.ledger import Save
+    from stillframe.stage.rng import RNG
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "RNG",
+    "BusyError",
+    "Catalog",
+    "Checkpoint",
+    "Checkpointer",
+    "ConfigError",
+    "DeadlineError",
+    "ExistsError",
+    "FormatError",
+    "IntegrityError",
+    "KeepEvery",
+    "KeepLast",
+    "KeeperError",
+    "MismatchError",
+    "NotFoundError",
+    "Progress",
+    "RestoreReport",
+    "Save",
+    "StateError",
+    "Stats",
+    "StillframeError",
+    "StorageError",
+    "Times",
+    "TornError",
+    "UnsupportedStateError",
+    "VersionError",
+    "load",
+    "register_leaf",
+]
+
+# Looked up when first used: the keeper imports this package too, and must not import torch.
+_HOMES = {
+    "Catalog": "catalog",
+    "Checkpoint": "catalog",
+    "Checkpointer": "checkpointer",
+    "KeepEvery": "retention",
+    "KeepLast": "retention",
+    "Progress": "model",
+    "RNG": "stage.rng",
+    "RestoreReport": "model",
+    "Save": "stage.ledger",
+    "Stats": "model",
+    "Times": "model",
+    "load": "restore.load",
+    "register_leaf": "format.leaves",
+}
+
+
+def __getattr__(name: str) -> object:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'stillframe' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"stillframe.{home}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,364 @@
+"""The facade: composes walk, plan, stager, fence, keeper and restore.  Does no I/O of its own.
+
+save()    walk, plan (cached), capture, hand over                     training thread, about a millisecond
+fence()   wait until what save() handed over is copied                training thread, before the update
+stager    live tensors → arena                                        thread of this process
+keeper    arena → segment → seal → manifest                           process of its own
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import secrets
+import time
+import warnings
+from types import TracebackType
+from typing import Any, Literal
+
+import msgspec
+
+from stillframe.catalog import Catalog
+from stillframe.errors import ConfigError, DeadlineError, ExistsError, IntegrityError, StillframeError
+from stillframe.format.records import SealDraft, check_draft
+from stillframe.link.arena import Arena
+from stillframe.link.process import KeeperConfig
+from stillframe.model import CHUNK_BYTES, Phase, RestoreReport, SkippedStep, Stats, check_step
+from stillframe.restore.match import Match
+from stillframe.retention import Keep
+from stillframe.stage.audit import Audit
+from stillframe.stage.device import DeviceTable
+from stillframe.stage.fence import OptimizerFence
+from stillframe.stage.keepers import Keepers
+from stillframe.stage.ledger import Ledger, Save
+from stillframe.stage.plan import Plan, make_plan
+from stillframe.stage.stager import Job, Stager
+from stillframe.stage.walk import Walk
+from stillframe.storage.direct import memory_available_bytes
+from stillframe.units import format_bytes, parse_bytes
+
+logger = logging.getLogger("stillframe")
+
+_AUTO_SHARE = 0.5
+"""``arena="auto"`` takes at most this part of the memory available."""
+_SPARE_SPANS = 2
+_EXIT_S = 60.0
+
+
+class Checkpointer:
+    """Saves a training state lazily, and restores it exactly.
+
+    root: directory of the checkpoints, made if missing; one run writes to a root at a time.
+    arena: host memory lent for staging (``"2GiB"``); ``"auto"`` takes the size of the first state, if there is room.
+    keep: retention, such as ``KeepLast(3)`` or ``KeepLast(3) | KeepEvery(1000)``; ``None`` keeps everything.
+    on_error: a failed save is raised at the next ``save``, ``wait`` or ``close`` (``"raise"``) or logged (``"warn"``).
+    when_busy: when earlier saves fill the arena, wait for room (``"wait"``) or drop the new save (``"skip"``).
+    audit: prove at every fence that nothing changed while it was copied; slow, for finding bugs.
+
+    Thread: ``save``, ``restore`` and ``close`` from the training thread; the rest from any.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        *,
+        arena: int | str = "auto",
+        keep: Keep | None = None,
+        on_error: Literal["raise", "warn"] = "raise",
+        when_busy: Literal["wait", "skip"] = "wait",
+        audit: bool = False,
+    ) -> None:
+        _check_choice("on_error", on_error, ("raise", "warn"))
+        _check_choice("when_busy", when_busy, ("wait", "skip"))
+        if keep is not None and not isinstance(keep, Keep):
+            raise ConfigError(f"keep={keep!r}: give KeepLast(n), KeepEvery(k), both combined with |, or None")
+        self._catalog = Catalog(root)
+        if self._catalog.root.exists() and not self._catalog.root.is_dir():
+            raise ConfigError(f"root={str(self._catalog.root)!r} is a file; give a directory")
+        fixed = None if arena == "auto" else _arena_of(parse_bytes(arena, "arena"))
+        self._on_error = on_error
+        self._when_busy = when_busy
+        self._audit = audit
+        self._attempt = secrets.token_hex(4)
+        self._owner_pid = os.getpid()
+        self._devices = DeviceTable()
+        self._plan: Plan | None = None
+        self._known: set[int] | None = None
+        self._is_closed = False
+        self.last_restore: RestoreReport | None = None
+
+        policy = keep or Keep()
+        config = KeeperConfig(
+            str(self._catalog.root), self._attempt, rank=0, world_size=1, keep_last=policy.last, keep_every=policy.every
+        )
+        self._ledger = Ledger(self._before_wait)
+        self._keepers = Keepers(config, self._ledger, self._saves_failed)
+        self._stager = Stager(self._ledger, self._keepers, self._auto_arena, fixed, self._saves_failed)
+        self._keepers.start()
+        self._fence = OptimizerFence(self._stager.fence)
+        atexit.register(self._at_exit)
+
+    # --- saving ----------------------------------------------------------------------------
+
+    def save(self, step: int, state: Any) -> Save:
+        """Request a checkpoint of ``state`` as it is now.
+
+        ``state`` is any nesting of dict, list and tuple with tensors, numpy arrays, plain Python values, and objects
+        that have ``state_dict`` and ``load_state_dict``.  Parameters, optimizer state and tensors that stand in it by
+        themselves are copied in the background: change them only in ``optimizer.step()`` or behind a :meth:`fence`.
+
+        Blocks: for about a millisecond; never for I/O.
+        Raises: :class:`ConfigError`, :class:`ExistsError`, :class:`UnsupportedStateError` (nothing was saved), and
+        the error of an earlier save that failed since (this one was not taken).
+        """
+        began = time.monotonic()
+        self._check_open("save")
+        self._raise_failures()
+        step = check_step(step)
+        if step in self._known_steps():
+            raise ExistsError(
+                f"step {step} is already a checkpoint in {self._catalog.root}, or is being saved right now"
+            )
+        walk = Walk(state)
+        plan = self._plan
+        if plan is None or not plan.fits(walk):
+            plan = self._plan = make_plan(walk, self._devices)
+        draft = SealDraft(
+            step=step,
+            rank=0,
+            world_size=1,
+            attempt=self._attempt,
+            shards=plan.shards_json,
+            tree=plan.tree_json,
+            values=msgspec.Raw(msgspec.json.encode(walk.values)),
+        )
+        check_draft(draft)
+        if self._when_busy == "skip" and self._stager.is_busy(len(plan.chunks)):
+            logger.warning("step %d is skipped: an earlier save still fills the arena", step)
+            return self._ledger.skip(step, began)
+        captured = plan.capture(walk)
+        marks = [(device, device.mark()) for device in plan.devices]
+        save = self._ledger.begin(step, plan.data_bytes, began)
+        self._known_steps().add(step)
+        self._stager.submit(Job(save, plan, draft, captured, marks, Audit(plan) if self._audit else None))
+        self._ledger.returned(save, plan.captured_bytes, time.monotonic() - began)
+        return save
+
+    def fence(self) -> Fence:
+        """Wait until every save requested so far has been copied; then the state may change.
+
+        Called before every ``optimizer.step()`` by itself.  For updates written by hand: as a call before the
+        update, or around it as ``with checkpointer.fence():``.
+        """
+        self._stager.fence()
+        return Fence()
+
+    def wait(self, phase: Phase = "committed", timeout_s: float | None = None) -> None:
+        """Block until every save so far has reached ``phase``.
+
+        Without a timeout it waits as long as the keeper makes progress.
+        Raises: the error of a save that failed; :class:`DeadlineError`.
+        """
+        self._ledger.wait_all(phase, timeout_s)
+        self._raise_failures()
+
+    def close(self, timeout_s: float | None = None) -> None:
+        """Wait until every save is committed, let the keeper go, remove the fence.  May be called again.
+
+        Raises: the error of a save that failed; :class:`DeadlineError` if it took longer than ``timeout_s`` (the keeper
+        then finishes by itself).
+        """
+        if self._is_closed or os.getpid() != self._owner_pid:
+            return
+        self._is_closed = True
+        atexit.unregister(self._at_exit)
+        began = time.monotonic()
+        try:
+            self._ledger.wait_all("committed", timeout_s)
+        finally:
+            left_s = None if timeout_s is None else max(timeout_s - (time.monotonic() - began), 0.0)
+            self._release(left_s)
+        self._raise_failures()
+
+    def _release(self, timeout_s: float | None) -> None:
+        """Everything this process holds; what is staged is the keeper's affair from here on."""
+        self._fence.remove()
+        self._stager.stop()
+        is_gone = self._keepers.close(timeout_s)
+        self._plan = None
+        if self._stager.arena is not None:
+            self._stager.arena.close()
+        if not is_gone and timeout_s is None:
+            raise DeadlineError("the keeper did not leave")  # pragma: no cover - join without a timeout returns
+
+    def _at_exit(self) -> None:
+        """Leaving the interpreter without close(): stage what was requested, the keeper does the rest."""
+        if os.getpid() == self._owner_pid and not self._is_closed:
+            self._is_closed = True
+            try:
+                self._ledger.wait_all("staged", _EXIT_S)
+            except StillframeError as error:
+                logger.warning("at exit: %s", error)
+            self._fence.remove()
+
+    # --- restoring -------------------------------------------------------------------------
+
+    def restore(self, state: Any, *, step: int | None = None, strict: bool = True) -> int | None:
+        """Put a checkpoint into the live objects of ``state``, in place, every byte verified.
+
+        Without ``step``: the newest committed one; ``None`` if there is none.  A damaged one is passed over, with a
+        warning, and never offered again.  With ``step``: that one, or an error.  ``strict=False`` restores what
+        matches; :attr:`last_restore` says what did not.
+
+        Blocks until done; first until the keeper of a run that was just killed has committed what it holds.
+        Raises: :class:`MismatchError` (nothing was touched), :class:`NotFoundError`, :class:`IntegrityError`,
+        :class:`VersionError`, :class:`BusyError`.
+        """
+        self._check_open("restore")
+        self._keepers.wait_ready()
+        self.wait("committed")
+        self._known = None
+        if step is not None:
+            return self._restore_step(check_step(step), state, strict, [])
+        skipped: list[SkippedStep] = []
+        damage: IntegrityError | None = None
+        for candidate in reversed(self._catalog.steps()):
+            try:
+                return self._restore_step(candidate, state, strict, skipped)
+            except IntegrityError as error:
+                damage = error
+                skipped.append(SkippedStep(candidate, str(error)))
+                is_marked = self._catalog.mark_damaged(candidate)
+                fate = (
+                    "it will not be used again" if is_marked else "it cannot be marked, since the root is not writable"
+                )
+                warnings.warn(
+                    f"step {candidate} is damaged and passed over; {fate}: {error}", RuntimeWarning, stacklevel=2
+                )
+        self.last_restore = RestoreReport(step=None, skipped=tuple(skipped))
+        if damage is not None:
+            raise IntegrityError(
+                f"none of the {len(skipped)} checkpoints in {self._catalog.root} is whole; the state may be partly "
+                f"overwritten, so do not train on it. The last error: {damage}"
+            ) from damage
+        return None
+
+    def _restore_step(self, step: int, state: Any, strict: bool, skipped: list[SkippedStep]) -> int:
+        began = time.monotonic()
+        with self._catalog.open(step) as checkpoint:
+            match = Match(checkpoint, state)
+            if strict:
+                match.findings.raise_if_any(step)
+            match.placement.fill()
+            match.apply()
+        self.last_restore = RestoreReport(
+            step=step,
+            bytes=match.placement.nbytes,
+            seconds=time.monotonic() - began,
+            missing=tuple(match.findings.missing),
+            unexpected=tuple(match.findings.unexpected),
+            mismatched=tuple(match.findings.mismatched),
+            skipped=tuple(skipped),
+        )
+        return step
+
+    # --- asking ----------------------------------------------------------------------------
+
+    def stats(self) -> Stats:
+        """What has happened since this checkpointer was made."""
+        arena = self._stager.arena
+        return self._ledger.stats(arena_bytes=arena.nbytes if arena else 0, arena_wait_s=arena.wait_s if arena else 0.0)
+
+    @property
+    def keeper_pid(self) -> int | None:
+        """Process id of the running keeper, if there is one."""
+        return self._keepers.pid
+
+    def __enter__(self) -> Checkpointer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self.close()
+        except StillframeError as problem:
+            if error is None:
+                raise
+            logger.warning("while leaving on %s: %s", type(error).__name__, problem)
+
+    # --- inside ----------------------------------------------------------------------------
+
+    def _check_open(self, doing: str) -> None:
+        if self._is_closed:
+            raise ConfigError(f"{doing}: this checkpointer is closed; make another")
+        if os.getpid() != self._owner_pid:
+            raise ConfigError(
+                f"{doing}: this checkpointer belongs to process {self._owner_pid}, not to its forked child"
+            )
+
+    def _known_steps(self) -> set[int]:
+        """Committed when first asked, and everything saved since: ``save`` itself looks at no file."""
+        if self._known is None:
+            self._known = set(self._catalog.steps())
+        return self._known
+
+    def _before_wait(self) -> None:
+        if self._audit:
+            self._stager.fence()
+
+    def _saves_failed(self, saves: list[Save]) -> None:
+        """Called from any thread, once for each failure."""
+        for save in saves:
+            if self._known is not None:
+                self._known.discard(save.step)
+            if self._on_error == "warn":
+                logger.warning("saving step %d failed; training goes on: %s", save.step, save.error)
+
+    def _raise_failures(self) -> None:
+        untold = self._ledger.take_untold()
+        if untold and self._on_error == "raise":
+            first = untold[0]
+            assert first.error is not None
+            others = f" (and {len(untold) - 1} more)" if len(untold) > 1 else ""
+            raise type(first.error)(f"saving step {first.step} failed{others}: {first.error}") from first.error
+
+    def _auto_arena(self, state_bytes: int) -> Arena:
+        wanted = (-(-state_bytes // CHUNK_BYTES) + _SPARE_SPANS) * CHUNK_BYTES
+        room = int(memory_available_bytes() * _AUTO_SHARE)
+        if wanted <= room:
+            logger.info("arena: %s, for a state of %s", format_bytes(wanted), format_bytes(state_bytes))
+            return Arena(wanted)
+        size = max(room, 2 * CHUNK_BYTES)
+        logger.warning(
+            "arena: %s, half of the memory available, for a state of %s: updates may wait for storage",
+            format_bytes(size), format_bytes(state_bytes),
+        )  # fmt: skip
+        return Arena(size)
+
+
+class Fence:
+    """What :meth:`Checkpointer.fence` returns, so that an update can stand inside ``with``; the wait is over."""
+
+    def __enter__(self) -> Fence:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        pass
+
+
+def _check_choice(name: str, given: str, choices: tuple[str, ...]) -> None:
+    if given not in choices:
+        raise ConfigError(f"{name}={given!r}: give one of {', '.join(map(repr, choices))}")
+
+
+def _arena_of(size: int) -> Arena:
+    if size < 2 * CHUNK_BYTES:
+        raise ConfigError(f"arena={size} bytes is smaller than two chunks ({format_bytes(2 * CHUNK_BYTES)})")
+    available = memory_available_bytes()
+    if size > available:
+        raise ConfigError(f"arena={format_bytes(size)} exceeds the memory available ({format_bytes(available)})")
+    return Arena(size)

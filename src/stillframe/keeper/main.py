@@ -30,7 +30,7 @@ from stillframe.link.messages import FromKeeper, FromTrainer
 from stillframe.model import CHUNK_BYTES
 from stillframe.retention import Keep
 
-_WRITERS = 3
+_WRITERS = 4
 """Threads that hash and write: more than one so that the disk never waits for a hash."""
 _NICE = 10
 _POLL_MS = 50

@@ -41,6 +41,7 @@ class Arena:
         self._untouched = set(range(self.spans))
         self._changed = threading.Condition()
         self.wait_s = 0.0
+        self.is_awaited = False
 
     @property
     def free_spans(self) -> int:
@@ -51,7 +52,9 @@ class Arena:
         with self._changed:
             if not self._free:
                 began = time.monotonic()
+                self.is_awaited = True
                 self._changed.wait_for(lambda: self._free or is_cancelled())
+                self.is_awaited = False
                 self.wait_s += time.monotonic() - began
             if not self._free or is_cancelled():
                 return None

@@ -17,6 +17,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -34,6 +35,7 @@ _BOOTSTRAP = (
 STALL_S = 300.0
 """A keeper that owes news for this long is given up: training must not hang because its storage does."""
 _WATCH_MS = 5000
+_GATHER_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +59,12 @@ class KeeperProcess:
         on_message: Callable[[FromKeeper], None],
         on_exit: Callable[[KeeperProcess, KeeperError | None], None],
         silence_s: Callable[[], float],
+        is_awaited: Callable[[], bool],
     ) -> None:
         self._on_message = on_message
         self._on_exit = on_exit
         self._silence_s = silence_s
+        self._is_awaited = is_awaited
         self._is_closing = False
         self.is_gone = False
         """It ended, and what it had been lent is about to be taken back."""
@@ -148,6 +152,9 @@ class KeeperProcess:
             if received is None:
                 return False
             self._on_message(received[0])
+            if not self._is_awaited() and not poll.poll(0):
+                # Each waking takes the GIL from the training loop: unless somebody waits, let news gather.
+                time.sleep(_GATHER_S)
 
     def _obituary(self, code: int) -> str:
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"

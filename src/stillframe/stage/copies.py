@@ -44,7 +44,7 @@ class Target:
     name: str
     is_captured: bool
     index: int | None
-    """Which tensor of the walk it is captured from anew at each save; ``None`` if the source is stable."""
+    """Which tensor of the walk it is captured from; ``None`` if a view of the source, made once, will do."""
     shard: int = -1
     start: int = 0
 
@@ -56,7 +56,7 @@ class Target:
     def capture_source(self) -> torch.Tensor | int:
         if self.index is not None:
             return self.index
-        return as_bytes(self.source) if is_plain(self.source) else self.source
+        return as_bytes(self.source)
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,7 +39,7 @@ class Device(Protocol):
         """A point in the compute queue: all that is queued so far comes before it."""
 
     def gather(self, sources: Sequence[torch.Tensor], nbytes: int) -> torch.Tensor:
-        """The sources' bytes, as they are at this point of the compute queue, end to end on the same device."""
+        """Rows of bytes, as they are at this point of the compute queue, end to end on the same device."""
 
     def begin(self, mark: Any) -> None:
         """Copies issued from now on see what the compute before ``mark`` made."""
@@ -71,10 +71,9 @@ def is_byte_row(tensor: torch.Tensor) -> bool:
     return tensor.dtype is torch.uint8 and tensor.dim() == 1 and tensor.is_contiguous()
 
 
-def _straight(source: torch.Tensor) -> torch.Tensor:
-    if is_byte_row(source):
-        return source
-    return as_bytes(source.detach().contiguous().resolve_conj().resolve_neg())
+def as_row(tensor: torch.Tensor) -> torch.Tensor:
+    """Any tensor's content as one row of bytes; a copy only if its memory is not its content."""
+    return as_bytes(tensor if is_plain(tensor) else tensor.detach().resolve_conj().resolve_neg().contiguous())
 
 
 class HostDevice:
@@ -86,8 +85,7 @@ class HostDevice:
 
     def gather(self, sources: Sequence[torch.Tensor], nbytes: int) -> torch.Tensor:
         into = torch.empty(nbytes, dtype=torch.uint8)
-        if sources:
-            torch.cat([_straight(source) for source in sources], out=into)
+        torch.cat(list(sources), out=into)
         return into
 
     def begin(self, mark: Any) -> None:
@@ -133,9 +131,7 @@ class AcceleratorDevice:
         return event
 
     def gather(self, sources: Sequence[torch.Tensor], nbytes: int) -> torch.Tensor:
-        if not sources:
-            return torch.empty(0, dtype=torch.uint8, device=self._device)
-        return torch.cat([_straight(source) for source in sources])
+        return torch.cat(list(sources))
 
     def begin(self, mark: torch.Event) -> None:
         torch.accelerator.set_stream(self._side)  # of this thread only
@@ -144,8 +140,8 @@ class AcceleratorDevice:
     def copy(self, sources: Sequence[torch.Tensor], into: torch.Tensor) -> None:
         # Temporaries belong to the side stream, so the caching allocator reuses them only behind this copy.
         torch.accelerator.set_stream(self._side)
-        straight = [_straight(source) for source in sources]
-        into.copy_(straight[0] if len(straight) == 1 else torch.cat(straight), non_blocking=True)
+        row = as_row(sources[0]) if len(sources) == 1 else torch.cat(list(sources))
+        into.copy_(row, non_blocking=True)
 
     def ticket(self) -> _EventTicket:
         event = torch.Event(self._device)

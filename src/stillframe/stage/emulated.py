@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from stillframe.stage import device as devices
-from stillframe.stage.device import Ticket, as_bytes
+from stillframe.stage.device import Ticket, as_row
 
 
 class _Queue:
@@ -119,8 +119,7 @@ class EmulatedDevice:
 
 
 def _fill(sources: Sequence[torch.Tensor], into: torch.Tensor) -> None:
-    if sources:
-        torch.cat([as_bytes(source.detach().contiguous()) for source in sources], out=into)
+    torch.cat([as_row(source) for source in sources], out=into)
 
 
 def _ignore(_: object) -> None:

@@ -48,7 +48,9 @@ class Keepers:
                     raise KeeperError("the checkpointer is closed")
                 self._answered.clear()
                 self._refusal = None
-                self._current = KeeperProcess(self._config, self._hear, self._on_exit, self._ledger.silence_s)
+                self._current = KeeperProcess(
+                    self._config, self._hear, self._on_exit, self._ledger.silence_s, self._is_awaited
+                )
                 self._ledger.keeper_started()
             return self._current
 
@@ -107,6 +109,9 @@ class Keepers:
             self._answered.set()
         else:
             self._refusal = errors.from_record(message.kind, message.message)
+
+    def _is_awaited(self) -> bool:
+        return self._ledger.is_awaited or (self._arena is not None and self._arena.is_awaited)
 
     def _on_exit(self, process: KeeperProcess, error: KeeperError | None) -> None:
         with self._lock:

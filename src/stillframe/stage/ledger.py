@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -72,16 +73,17 @@ class Ledger:
         self._changed = threading.Condition()
         self._in_flight: dict[int, Save] = {}
         self._untold: list[Save] = []
-        self._counts = Stats()
+        self._counts: dict[str, float] = defaultdict(int)
         self._last_news_s = time.monotonic()
+        self._waiters = 0
 
     # --- what happens to a save ------------------------------------------------------------
 
     def begin(self, step: int, total_bytes: int, requested_s: float) -> Save:
         with self._changed:
-            save = Save(self, self._counts.saves, step, total_bytes, requested_s)
-            self._in_flight[save.number] = save
             self._count(saves=1)
+            save = Save(self, int(self._counts["saves"]), step, total_bytes, requested_s)
+            self._in_flight[save.number] = save
             return save
 
     def skip(self, step: int, requested_s: float) -> Save:
@@ -177,7 +179,8 @@ class Ledger:
 
     def stats(self, **more: Any) -> Stats:
         with self._changed:
-            return dataclasses.replace(self._counts, in_flight=len(self._in_flight), **more)
+            counts: dict[str, Any] = dict(self._counts)
+            return Stats(in_flight=len(self._in_flight), **counts, **more)
 
     def take_untold(self) -> list[Save]:
         """The failed saves that nobody has been told of; they count as told from now on."""
@@ -189,7 +192,7 @@ class Ledger:
         wanted = check_phase(phase)
         self._before_wait()
         with self._changed:
-            self._changed.wait_for(lambda: _is_settled(save, wanted), timeout_s)
+            self._wait(lambda: _is_settled(save, wanted), timeout_s)
             if save in self._untold:
                 self._untold.remove(save)
         if save.error is not None:
@@ -205,17 +208,29 @@ class Ledger:
         self._before_wait()
         with self._changed:
             waited_for = list(self._in_flight.values())
-            if not self._changed.wait_for(lambda: all(_is_settled(save, wanted) for save in waited_for), timeout_s):
+            if not self._wait(lambda: all(_is_settled(save, wanted) for save in waited_for), timeout_s):
                 late = ", ".join(f"{save.step} ({save.phase})" for save in waited_for if not _is_settled(save, wanted))
                 raise DeadlineError(
                     f"after {timeout_s:g} s these steps are not {phase}: {late}; they go on in the background"
                 )
 
+    @property
+    def is_awaited(self) -> bool:
+        """Whether somebody is blocked here, and wants news at once."""
+        return self._waiters > 0
+
+    def _wait(self, is_done: Callable[[], bool], timeout_s: float | None) -> bool:
+        self._waiters += 1
+        try:
+            return self._changed.wait_for(is_done, timeout_s)
+        finally:
+            self._waiters -= 1
+
     # --- inside ----------------------------------------------------------------------------
 
     def _count(self, **more: float) -> None:
-        counts = self._counts
-        self._counts = dataclasses.replace(counts, **{name: getattr(counts, name) + by for name, by in more.items()})
+        for name, by in more.items():
+            self._counts[name] += by
 
     def _note(self, save: Save, **times: float) -> None:
         with self._changed:

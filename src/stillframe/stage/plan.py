@@ -21,13 +21,12 @@ from stillframe.format.segment import Shard, encode_header
 from stillframe.format.tree import TensorNode, View
 from stillframe.format.values import Unencodable
 from stillframe.stage.copies import Capture, Chunk, Target, captures_of, chunks_of
-from stillframe.stage.device import Device, DeviceTable
+from stillframe.stage.device import Device, DeviceTable, as_row, is_plain
 from stillframe.stage.leaves import DTYPE_NAMES, check_tensor
 from stillframe.stage.sharing import Base, share_memory
 from stillframe.stage.walk import Path, TreeBuilder, Walk, refusal, render
-from stillframe.units import KIB
 
-SMALL_BYTES = KIB
+SMALL_BYTES = 64
 """Tensors up to this size are captured by ``save`` itself: Adam's ``step``, counters, scales."""
 _layouts = itertools.count(1)
 
@@ -47,44 +46,52 @@ class Plan:
     captured_bytes: int
     devices: list[Device]
     _captures: list[Capture]
-    _signature: list[object] = field(repr=False)
     _tokens: list[tuple[object, ...]] = field(repr=False)
-    _tensors: list[torch.Tensor] = field(repr=False)
+    _is_volatile: list[bool] = field(repr=False)
+    _signatures: list[tuple[object, ...]] = field(repr=False)
+    _tensors: list[torch.Tensor | None] = field(repr=False)
+    """The stable ones, which this keeps alive."""
 
     def fits(self, walk: Walk) -> bool:
         """Whether the walk found the same structure in the same memory, so that this plan serves it too."""
-        return walk.tokens == self._tokens and signature(walk) == self._signature
+        if walk.tokens != self._tokens or walk.is_volatile != self._is_volatile:
+            return False
+        tied: dict[tuple[object, ...], int] = {}
+        for index, (tensor, known, signature) in enumerate(
+            zip(walk.tensors, self._tensors, self._signatures, strict=True)
+        ):
+            # The same object at the same address with the same shape: nothing else about it can have changed.
+            if tensor is known and tensor.data_ptr() == signature[0] and tensor.shape == signature[1]:
+                continue
+            if _signature(index, tensor, walk.is_volatile[index], tied) != signature:
+                return False
+        return True
 
     def capture(self, walk: Walk) -> dict[Device, torch.Tensor]:
         """Copy what may change before the next update, in the order of each device's compute."""
         return {
             capture.device: capture.device.gather(
-                [walk.tensors[each] if isinstance(each, int) else each for each in capture.sources], capture.nbytes
+                [as_row(walk.tensors[each]) if isinstance(each, int) else each for each in capture.sources],
+                capture.nbytes,
             )
             for capture in self._captures
         }
 
 
-def signature(walk: Walk) -> list[object]:
-    """What must be equal for two walks of the same tokens to share a plan.
+def _signature(
+    index: int, tensor: torch.Tensor, is_volatile: bool, tied: dict[tuple[object, ...], int]
+) -> tuple[object, ...]:
+    """What must be equal for a tensor of a later walk to be served by the same plan.
 
     A stable tensor is known by its memory: the plan keeps that alive, so an equal address is the
     same memory.  A volatile one may be a new object every time: only its form counts, and which
     of the others it is tied to.
     """
-    seen: dict[tuple[object, ...], int] = {}
-    result: list[object] = []
-    for index, (tensor, is_volatile) in enumerate(zip(walk.tensors, walk.is_volatile, strict=True)):
-        if is_volatile:
-            form = (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
-            tied = seen.setdefault((tensor.data_ptr(), *form), index) if tensor.numel() else index
-            result.append((form, tied))
-        else:
-            result.append(
-                (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device,
-                 tensor.is_conj(), tensor.is_neg())
-            )  # fmt: skip
-    return result
+    form = (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.is_conj(), tensor.is_neg())
+    if not is_volatile:
+        return (tensor.data_ptr(), *form)
+    first = tied.setdefault((tensor.data_ptr(), *form), index) if tensor.numel() else index
+    return (first, *form)
 
 
 def make_plan(walk: Walk, devices: DeviceTable) -> Plan:
@@ -113,6 +120,7 @@ def make_plan(walk: Walk, devices: DeviceTable) -> Plan:
         for target in order
     ]
     captures, captured_at = captures_of(order)
+    tied: dict[tuple[object, ...], int] = {}
     leaves = [TensorNode(target.shard, view) for target, view in nodes]
     return Plan(
         layout=next(_layouts),
@@ -126,10 +134,14 @@ def make_plan(walk: Walk, devices: DeviceTable) -> Plan:
         captured_bytes=sum(capture.nbytes for capture in captures),
         devices=list(dict.fromkeys(target.device for target in order)),
         _captures=captures,
-        _signature=signature(walk),
         _tokens=walk.tokens,
+        _is_volatile=walk.is_volatile,
+        _signatures=[
+            _signature(index, tensor, is_volatile, tied)
+            for index, (tensor, is_volatile) in enumerate(zip(walk.tensors, walk.is_volatile, strict=True))
+        ],
         _tensors=[
-            tensor for tensor, is_volatile in zip(walk.tensors, walk.is_volatile, strict=True) if not is_volatile
+            None if is_volatile else tensor for tensor, is_volatile in zip(walk.tensors, walk.is_volatile, strict=True)
         ],
     )
 
@@ -140,7 +152,8 @@ def _targets(bases: list[Base], devices: DeviceTable) -> tuple[list[Target], lis
     leaves: dict[int, tuple[Target, View | None]] = {}
     for base in bases:
         is_captured = base.is_volatile or base.source.nbytes <= SMALL_BYTES
-        index = base.leaves[0][0] if base.is_volatile else None
+        # A source whose memory is not its content is straightened anew at each save.
+        index = base.leaves[0][0] if base.is_volatile or not is_plain(base.source) else None
         target = Target(base.source, devices.of(base.source), base.name, is_captured, index)
         targets.append(target)
         leaves.update((each, (target, view)) for each, view in base.leaves)

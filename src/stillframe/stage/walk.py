@@ -59,6 +59,7 @@ class Walk:
         self.is_volatile: list[bool] = []
         self.values: list[Any] = []
         self._is_volatile = False
+        self._module: torch.nn.Module | None = None
         self._parameters: set[int] | None = None
         self._depth = 0
         try:
@@ -88,13 +89,17 @@ class Walk:
     def _tensor(self, tensor: torch.Tensor) -> None:
         self.tokens.append(_TENSOR_TOKEN)
         self.tensors.append(tensor)
-        if self._parameters is None:
+        if self._module is None:
             self.is_volatile.append(self._is_volatile)
         else:
-            self.is_volatile.append(
-                not isinstance(tensor, torch.nn.Parameter)
-                and tensor.untyped_storage().data_ptr() not in self._parameters
-            )
+            self.is_volatile.append(not isinstance(tensor, torch.nn.Parameter) and not self._is_parameter(tensor))
+
+    def _is_parameter(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor of the module at hand lies in the memory of one of its parameters."""
+        assert self._module is not None
+        if self._parameters is None:
+            self._parameters = {each.untyped_storage().data_ptr() for each in self._module.parameters()}
+        return tensor.untyped_storage().data_ptr() in self._parameters
 
     def _dict(self, node: dict[Any, Any], is_ordered: bool) -> None:
         kinds = set(map(type, node))
@@ -150,18 +155,17 @@ class Walk:
     def _object(self, node: Any, kind: type) -> None:
         self.tokens.append((_OBJECT, f"{kind.__module__}.{kind.__qualname__}"))
         if isinstance(node, torch.nn.Module):
-            parameters = {parameter.untyped_storage().data_ptr() for parameter in node.parameters()}
-            self._within(module_state(node), parameters=parameters)
+            self._within(module_state(node), module=node)
         else:
             self._within(plain_dict(node.state_dict()), is_volatile=not isinstance(node, torch.optim.Optimizer))
 
-    def _within(self, node: Any, *, is_volatile: bool = False, parameters: set[int] | None = None) -> None:
-        before = self._is_volatile, self._parameters
-        self._is_volatile, self._parameters = is_volatile, parameters
+    def _within(self, node: Any, *, is_volatile: bool = False, module: torch.nn.Module | None = None) -> None:
+        before = self._is_volatile, self._module, self._parameters
+        self._is_volatile, self._module, self._parameters = is_volatile, module, None
         self._depth += 1
         self._visit(node)
         self._depth -= 1
-        self._is_volatile, self._parameters = before
+        self._is_volatile, self._module, self._parameters = before
 
 
 def is_stateful(node: object) -> bool:

@@ -141,7 +141,9 @@ class Checkpointer:
         marks = [(device, device.mark()) for device in plan.devices]
         save = self._ledger.begin(step, plan.data_bytes, began)
         self._known_steps().add(step)
-        self._stager.submit(Job(save, plan, draft, captured, marks, Audit(plan) if self._audit else None))
+        job = Job(save, plan, draft, captured, marks, Audit(plan, step) if self._audit else None)
+        self._stager.begin_audit(job)
+        self._stager.submit(job)
         self._ledger.returned(save, plan.captured_bytes, time.monotonic() - began)
         return save
 

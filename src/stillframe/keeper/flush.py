@@ -38,7 +38,7 @@ from stillframe.units import round_up
 class Fingerprint:
     """What tells whether two saves of one layout have the same lazily staged bytes."""
 
-    layout: int
+    layout: str
     digests: tuple[str, ...]
 
 

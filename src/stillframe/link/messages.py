@@ -31,8 +31,8 @@ class Begin(_Message, frozen=True):
     header_bytes: int
     draft_bytes: int
     data_bytes: int
-    layout: int
-    """Same number, same layout: only then are two saves' bytes comparable."""
+    layout: str
+    """Names the layout: only where it is the same are two saves' bytes comparable."""
     lazy: tuple[tuple[int, int], ...]
     """The byte ranges of the data that were staged lazily."""
 

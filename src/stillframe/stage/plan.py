@@ -16,26 +16,27 @@ import msgspec
 import torch
 
 from stillframe.errors import UnsupportedStateError
+from stillframe.format.digest import digest_of
 from stillframe.format.records import encode_shards, encode_tree
 from stillframe.format.segment import Shard, encode_header
 from stillframe.format.tree import TensorNode, View
 from stillframe.format.values import Unencodable
 from stillframe.stage.copies import Capture, Chunk, Target, captures_of, chunks_of
-from stillframe.stage.device import Device, DeviceTable, as_row, is_plain
+from stillframe.stage.device import Device, DeviceTable, as_bytes, as_row, is_plain
 from stillframe.stage.leaves import DTYPE_NAMES, check_tensor
 from stillframe.stage.sharing import Base, share_memory
 from stillframe.stage.walk import Path, TreeBuilder, Walk, refusal, render
 
 SMALL_BYTES = 64
 """Tensors up to this size are captured by ``save`` itself: Adam's ``step``, counters, scales."""
-_layouts = itertools.count(1)
 
 
 @dataclass(slots=True)
 class Plan:
     """Never changed once made.  Keeps its sources alive, so it must not outlive its checkpointer."""
 
-    layout: int
+    layout: str
+    """Equal for plans that put the same things in the same places, whenever they were made."""
     shards: list[Shard]
     header: bytes
     shards_json: msgspec.Raw
@@ -48,9 +49,13 @@ class Plan:
     _captures: list[Capture]
     _tokens: list[tuple[object, ...]] = field(repr=False)
     _is_volatile: list[bool] = field(repr=False)
+    _is_loose: list[bool] = field(repr=False)
+    """Captured from the walk at hand: another tensor of the same form may stand there the next time."""
     _signatures: list[tuple[object, ...]] = field(repr=False)
     _tensors: list[torch.Tensor | None] = field(repr=False)
-    """The stable ones, which this keeps alive."""
+    """Those of the walk that it was made from, kept alive; but not the volatile ones."""
+    _rows: dict[int, torch.Tensor] = field(repr=False)
+    """The bytes of small loose tensors, for as long as the same ones stand there."""
 
     def fits(self, walk: Walk) -> bool:
         """Whether the walk found the same structure in the same memory, so that this plan serves it too."""
@@ -60,10 +65,11 @@ class Plan:
         for index, (tensor, known, signature) in enumerate(
             zip(walk.tensors, self._tensors, self._signatures, strict=True)
         ):
+            is_loose = self._is_loose[index]
             # The same object at the same address with the same shape: nothing else about it can have changed.
-            if tensor is known and tensor.data_ptr() == signature[0] and tensor.shape == signature[1]:
+            if tensor is known and tensor.shape == signature[1] and (is_loose or tensor.data_ptr() == signature[0]):
                 continue
-            if _signature(index, tensor, walk.is_volatile[index], tied) != signature:
+            if _signature(index, tensor, is_loose, tied) != signature:
                 return False
         return True
 
@@ -71,24 +77,29 @@ class Plan:
         """Copy what may change before the next update, in the order of each device's compute."""
         return {
             capture.device: capture.device.gather(
-                [as_row(walk.tensors[each]) if isinstance(each, int) else each for each in capture.sources],
-                capture.nbytes,
+                [self._row(each, walk) if isinstance(each, int) else each for each in capture.sources], capture.nbytes
             )
             for capture in self._captures
         }
 
+    def _row(self, index: int, walk: Walk) -> torch.Tensor:
+        tensor = walk.tensors[index]
+        row = self._rows.get(index)
+        if row is not None and tensor is self._tensors[index] and tensor.data_ptr() == row.data_ptr():
+            return row
+        return as_row(tensor)
+
 
 def _signature(
-    index: int, tensor: torch.Tensor, is_volatile: bool, tied: dict[tuple[object, ...], int]
+    index: int, tensor: torch.Tensor, is_loose: bool, tied: dict[tuple[object, ...], int]
 ) -> tuple[object, ...]:
     """What must be equal for a tensor of a later walk to be served by the same plan.
 
-    A stable tensor is known by its memory: the plan keeps that alive, so an equal address is the
-    same memory.  A volatile one may be a new object every time: only its form counts, and which
-    of the others it is tied to.
+    Others are known by their memory: the plan keeps that alive, so an equal address is the same memory.  A loose
+    one may be a new object every time: only its form counts, and which of the other loose ones it is tied to.
     """
     form = (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.is_conj(), tensor.is_neg())
-    if not is_volatile:
+    if not is_loose:
         return (tensor.data_ptr(), *form)
     first = tied.setdefault((tensor.data_ptr(), *form), index) if tensor.numel() else index
     return (first, *form)
@@ -121,13 +132,19 @@ def make_plan(walk: Walk, devices: DeviceTable) -> Plan:
     ]
     captures, captured_at = captures_of(order)
     tied: dict[tuple[object, ...], int] = {}
+    is_loose = [target.index is not None and target.is_captured for target, _ in nodes]
+    tensors = [
+        None if is_volatile else tensor for tensor, is_volatile in zip(walk.tensors, walk.is_volatile, strict=True)
+    ]
     leaves = [TensorNode(target.shard, view) for target, view in nodes]
+    header = encode_header(shards, {"stillframe": "1"})
+    tree = encode_tree(TreeBuilder(walk.tokens).build(leaves))
     return Plan(
-        layout=next(_layouts),
+        layout=digest_of([header, bytes(tree)]),
         shards=shards,
-        header=encode_header(shards, {"stillframe": "1"}),
+        header=header,
         shards_json=encode_shards(shards),
-        tree_json=encode_tree(TreeBuilder(walk.tokens).build(leaves)),
+        tree_json=tree,
         data_bytes=at,
         chunks=chunks_of(order, captured_at, at),
         lazy=_merged((target.start, target.start + target.nbytes) for target in order if not target.is_captured),
@@ -136,13 +153,14 @@ def make_plan(walk: Walk, devices: DeviceTable) -> Plan:
         _captures=captures,
         _tokens=walk.tokens,
         _is_volatile=walk.is_volatile,
-        _signatures=[
-            _signature(index, tensor, is_volatile, tied)
-            for index, (tensor, is_volatile) in enumerate(zip(walk.tensors, walk.is_volatile, strict=True))
-        ],
-        _tensors=[
-            None if is_volatile else tensor for tensor, is_volatile in zip(walk.tensors, walk.is_volatile, strict=True)
-        ],
+        _is_loose=is_loose,
+        _signatures=[_signature(index, tensor, is_loose[index], tied) for index, tensor in enumerate(walk.tensors)],
+        _tensors=tensors,
+        _rows={
+            index: as_bytes(tensor)
+            for index, tensor in enumerate(tensors)
+            if tensor is not None and is_loose[index] and is_plain(tensor)
+        },
     )
 
 
@@ -152,8 +170,10 @@ def _targets(bases: list[Base], devices: DeviceTable) -> tuple[list[Target], lis
     leaves: dict[int, tuple[Target, View | None]] = {}
     for base in bases:
         is_captured = base.is_volatile or base.source.nbytes <= SMALL_BYTES
-        # A source whose memory is not its content is straightened anew at each save.
-        index = base.leaves[0][0] if base.is_volatile or not is_plain(base.source) else None
+        # A small tensor that shares memory with another is one with it; alone, it may be replaced from save to save.
+        # One whose memory is not its content is straightened anew at each save.
+        is_alone = len(base.leaves) == 1
+        index = base.leaves[0][0] if base.is_volatile or is_alone or not is_plain(base.source) else None
         target = Target(base.source, devices.of(base.source), base.name, is_captured, index)
         targets.append(target)
         leaves.update((each, (target, view)) for each, view in base.leaves)

@@ -19,6 +19,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -118,7 +119,7 @@ class Stager:
             for device, ticket in job.tickets:
                 device.hold(ticket)
             if job.audit is not None and not job.is_over:
-                self._audit(job)
+                self._end_audit(job)
         self._forget_over()
         self._ledger.fenced(time.monotonic() - began, has_waited)
 
@@ -127,19 +128,40 @@ class Stager:
             while self._pending and self._pending[0].is_over:
                 self._pending.popleft()
 
-    def _audit(self, job: Job) -> None:
-        """The training thread stands still while the stager compares; see :mod:`.audit`."""
-        marks = [(device, device.mark()) for device in job.plan.devices]
-        done = threading.Event()
+    def begin_audit(self, job: Job) -> None:
+        """Hash what is to be staged, while the training thread stands still here."""
+        audit = job.audit
+        if audit is not None:
+            self._standing_still(job.marks, audit.begin)
 
+    def _end_audit(self, job: Job) -> None:
         def work() -> None:
-            try:
-                self._finish_audit(job, marks)
-            finally:
-                done.set()
+            assert job.audit is not None
+            if not job.is_over:
+                try:
+                    job.audit.end()
+                    self._staged(job)
+                except Exception as error:
+                    self._fail(job, error, [])
 
-        self._work.put(work)
-        done.wait()
+        self._standing_still([(device, device.mark()) for device in job.plan.devices], work)
+
+    def _standing_still(self, marks: list[tuple[Device, Any]], work: Callable[[], None]) -> None:
+        """Let the stager's thread do this behind the compute queued so far; blocks, and raises what it raised."""
+        done: Future[None] = Future()
+
+        def turn() -> None:
+            try:
+                for device, mark in marks:
+                    device.begin(mark)
+                work()
+            except BaseException as error:
+                done.set_exception(error)
+            else:
+                done.set_result(None)
+
+        self._work.put(turn)
+        done.result()
 
     def stop(self) -> None:
         """Finish what was submitted, then end the thread."""
@@ -175,18 +197,6 @@ class Stager:
             self._fail(job, error, spans)
         finally:
             job.issued.set()
-
-    def _finish_audit(self, job: Job, marks: list[tuple[Device, Any]]) -> None:
-        assert job.audit is not None
-        if job.is_over:
-            return
-        try:
-            for device, mark in marks:
-                device.begin(mark)
-            job.audit.check(job.save.step)
-            self._staged(job)
-        except Exception as error:
-            self._fail(job, error, [])
 
     def _begin(self, job: Job) -> None:
         plan, save = job.plan, job.save
@@ -256,7 +266,7 @@ class Stager:
         for ticket in filled.tickets:
             ticket.wait()
         if job.audit is not None:
-            job.audit.note(filled.chunk, self._span(filled.span, filled.nbytes))
+            job.audit.check_copy(filled.chunk, self._span(filled.span, filled.nbytes))
         job.keeper.send(messages.Chunk(job.save.number, filled.chunk, filled.span, filled.nbytes))
         self.arena.hand_over(filled.span)
         spans.remove(filled.span)

@@ -1,0 +1,189 @@
+"""The fence: nothing that a save covers changes before it is copied, and the saved bytes are those of save()."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import stillframe
+from stillframe import Checkpointer
+from tests.support import assert_same, make_model, train_step
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "AdamW foreach": lambda parameters: torch.optim.AdamW(parameters, foreach=True),
+    "AdamW fused": lambda parameters: torch.optim.AdamW(parameters, fused=True),
+    "AdamW plain": lambda parameters: torch.optim.AdamW(parameters, foreach=False),
+    "SGD momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    "Adam amsgrad": lambda parameters: torch.optim.Adam(parameters, amsgrad=True),
+}
+
+
+def copy(state: dict[str, Any]) -> dict[str, Any]:
+    """What the state is at this moment, as plain values and cloned tensors."""
+
+    def clone(node: Any) -> Any:
+        if isinstance(node, torch.Tensor):
+            return node.detach().clone()
+        if isinstance(node, dict):
+            return {key: clone(value) for key, value in node.items()}
+        if isinstance(node, list | tuple):
+            return type(node)(clone(item) for item in node)
+        return node
+
+    return {name: clone(part.state_dict() if hasattr(part, "state_dict") else part) for name, part in state.items()}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_save_holds_exactly_what_the_state_was_at_save(tmp_path: Path, name: str) -> None:
+    width = 1500  # 9 MB a weight: staging takes longer than reaching the next update
+    torch.manual_seed(0)
+    model = make_model(width)
+    optimizer = OPTIMIZERS[name](model.parameters())
+    state = {"model": model, "optimizer": optimizer}
+    expected = {}
+    with Checkpointer(tmp_path) as checkpointer:
+        for step in range(4):
+            train_step(model, optimizer, width)
+            expected[step] = copy(state)
+            checkpointer.save(step, state)
+    for step, saved in expected.items():
+        assert_same(stillframe.load(tmp_path, step), saved)
+
+
+def test_the_update_waits_for_a_save_that_staging_has_not_begun(tmp_path: Path) -> None:
+    """Two saves, the arena full and the keeper stopped: the second has not been looked at when the update comes."""
+    weights = torch.nn.Parameter(torch.zeros(9_000_000))
+    optimizer = torch.optim.SGD([weights], lr=1.0)
+    with Checkpointer(tmp_path, arena="48MiB") as checkpointer:
+        checkpointer.save(0, {"weights": weights}).wait()
+        keeper = checkpointer.keeper_pid
+        assert keeper is not None
+        os.kill(keeper, signal.SIGSTOP)
+        first = checkpointer.save(1, {"weights": weights})
+        second = checkpointer.save(2, {"weights": weights})
+        first.wait("staged")
+        assert second.phase == "captured"
+        continued = []
+
+        def go_on(*_: object) -> None:
+            continued.append(second.phase)
+            os.kill(keeper, signal.SIGCONT)
+
+        signal.signal(signal.SIGALRM, go_on)
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        weights.grad = torch.ones_like(weights)
+        optimizer.step()  # must not return before the second save is copied
+        assert continued == ["captured"]
+        assert second.phase != "captured"
+        assert checkpointer.stats().blocked_fence_s > 0.2
+        assert checkpointer.stats().arena_wait_s > 0.2
+    for step in (1, 2):
+        assert stillframe.load(tmp_path, step)["weights"].count_nonzero() == 0
+
+
+def test_several_optimizers_and_gradient_accumulation(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    left, right = torch.nn.Linear(1500, 1500), torch.nn.Linear(1500, 1500)
+    optimizers = [torch.optim.AdamW(left.parameters()), torch.optim.SGD(right.parameters(), lr=0.1)]
+    state = {"left": left, "right": right, "first": optimizers[0], "second": optimizers[1]}
+    expected = {}
+    with Checkpointer(tmp_path) as checkpointer:
+        for step in range(3):
+            for _ in range(2):
+                (left(torch.randn(4, 1500)) + right(torch.randn(4, 1500))).sum().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            expected[step] = copy(state)
+            checkpointer.save(step, state)
+    for step, saved in expected.items():
+        assert_same(stillframe.load(tmp_path, step), saved)
+
+
+def test_what_changes_in_forward_is_captured_by_save_itself(tmp_path: Path) -> None:
+    """Buffers, random state, a data loader's tensors and plain values all move before the fence."""
+
+    class Loader:
+        def __init__(self) -> None:
+            self.order = torch.arange(500_000)
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"order": self.order}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.order = state["order"]
+
+    norm = torch.nn.BatchNorm1d(200_000)
+    loader, values = Loader(), {"position": 1, "seen": [1, 2]}
+    state = {"norm": norm, "loader": loader, "values": values, "rng": stillframe.RNG()}
+    with Checkpointer(tmp_path) as checkpointer:
+        for step in range(5):
+            mean, order, seed = norm.running_mean, loader.order, torch.get_rng_state()
+            assert isinstance(mean, torch.Tensor)
+            before = mean.clone(), order.clone(), dict(values), seed
+            checkpointer.save(step, state)
+            mean.add_(1.0)
+            order.add_(1)
+            values["position"] = step + 10
+            torch.rand(100)
+            checkpointer.fence()
+            saved = checkpointer.save(step + 100, state)  # and again, with the other values
+            saved.wait()
+            loaded = stillframe.load(tmp_path, step)
+            assert torch.equal(loaded["norm"]["running_mean"], before[0])
+            assert torch.equal(loaded["loader"]["order"], before[1])
+            assert loaded["values"] == before[2]
+            assert torch.equal(loaded["rng"]["torch"], before[3])
+
+
+def test_closing_removes_the_hook(tmp_path: Path) -> None:
+    from torch.optim.optimizer import _global_optimizer_pre_hooks
+
+    before = len(_global_optimizer_pre_hooks)
+    checkpointer = Checkpointer(tmp_path)
+    assert len(_global_optimizer_pre_hooks) == before + 1
+    checkpointer.close()
+    checkpointer.close()
+    assert len(_global_optimizer_pre_hooks) == before
+
+
+def test_the_fence_stands_around_an_update_by_hand(tmp_path: Path) -> None:
+    weights = torch.zeros(12_000_000)
+    with Checkpointer(tmp_path) as checkpointer:
+        for step in range(4):
+            checkpointer.save(step, {"weights": weights})
+            with checkpointer.fence():
+                weights.add_(1.0)
+    for step in range(4):
+        assert torch.equal(stillframe.load(tmp_path, step)["weights"], torch.full((12_000_000,), float(step)))
+
+
+def test_an_audit_names_the_tensor_that_moved_and_never_commits_it(tmp_path: Path) -> None:
+    weights = {"good": torch.zeros(6_000_000), "bad": torch.zeros(6_000_000)}
+    with Checkpointer(tmp_path, audit=True) as checkpointer:
+        checkpointer.save(1, weights).wait()
+        torn = checkpointer.save(2, weights)
+        weights["bad"].add_(1.0)  # no fence
+        with pytest.raises(stillframe.TornError, match="'bad'"):
+            torn.wait()
+        clean = checkpointer.save(3, weights)
+        with checkpointer.fence():
+            weights["bad"].add_(1.0)
+        clean.wait()
+    assert stillframe.Catalog(tmp_path).steps() == [1, 3]
+
+
+def test_an_audit_with_an_optimizer_passes_a_sound_loop(tmp_path: Path) -> None:
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    with Checkpointer(tmp_path, audit=True) as checkpointer:
+        for step in range(4):
+            train_step(model, optimizer)
+            checkpointer.save(step, {"model": model, "optimizer": optimizer})
+    assert stillframe.Catalog(tmp_path).steps() == [0, 1, 2, 3]

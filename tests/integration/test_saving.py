@@ -1,0 +1,270 @@
+"""Saving: what the caller sees, what is refused at once, and what it costs in memory."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import stillframe
+from stillframe import Catalog, Checkpointer
+from tests.support import assert_same, leftovers, make_model, train_step, until
+
+MIB = 2**20
+
+
+def test_a_save_passes_through_the_phases(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path) as checkpointer:
+        save = checkpointer.save(3, {"weights": torch.ones(6_000_000)})
+        save.wait("captured")
+        save.wait("staged")
+        save.wait("sealed")
+        save.wait()
+        assert (save.step, save.phase, save.error) == (3, "committed", None)
+        assert save.progress == stillframe.Progress(24_000_000, 24_000_000, 24_000_000)
+        assert save.progress.fraction == 1.0
+        times = save.times
+        assert times.returned_s and times.stage_begin_s and times.staged_s and times.sealed_s and times.committed_s  # noqa: PT018
+        assert times.requested_s <= times.returned_s
+        assert times.stage_begin_s <= times.staged_s <= times.sealed_s <= times.committed_s
+        stats = checkpointer.stats()
+        assert (stats.saves, stats.committed, stats.failed, stats.in_flight) == (1, 1, 0, 0)
+        assert (stats.staged_bytes, stats.flushed_bytes) == (24_000_000, 24_000_000)
+
+
+@pytest.mark.parametrize("step", [-1, 1.0, "1", None, True, 10**12])
+def test_a_step_that_is_no_step_is_refused(tmp_path: Path, step: Any) -> None:
+    with Checkpointer(tmp_path) as checkpointer, pytest.raises(stillframe.ConfigError, match="step"):
+        checkpointer.save(step, {})
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"when_busy": "never"}, {"on_error": "ignore"}, {"arena": "lots"}, {"arena": "20MiB"}, {"arena": -5},
+        {"arena": "900TiB"}, {"keep": 3}, {"arena": None},
+    ],
+)  # fmt: skip
+def test_wrong_arguments_are_refused_at_once(tmp_path: Path, arguments: dict[str, Any]) -> None:
+    with pytest.raises(stillframe.ConfigError, match=next(iter(arguments))):
+        Checkpointer(tmp_path, **arguments)
+
+
+def test_a_root_that_is_a_file_is_refused_at_once(tmp_path: Path) -> None:
+    (tmp_path / "root").write_text("")
+    with pytest.raises(stillframe.ConfigError, match="is a file"):
+        Checkpointer(tmp_path / "root")
+
+
+def test_a_step_is_saved_only_once(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, {"a": 1})
+        with pytest.raises(stillframe.ExistsError, match="step 1"):
+            checkpointer.save(1, {"a": 2})
+    with Checkpointer(tmp_path) as checkpointer, pytest.raises(stillframe.ExistsError, match="step 1"):
+        checkpointer.save(1, {"a": 3})
+    assert stillframe.load(tmp_path, 1) == {"a": 1}
+
+
+def test_a_checkpoint_that_appears_meanwhile_is_never_overwritten(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path / "a") as other:
+        other.save(1, {"whose": "theirs"}).wait()
+    with Checkpointer(tmp_path / "b") as checkpointer:
+        checkpointer.save(0, {"whose": "ours"}).wait()
+        (tmp_path / "a" / "step-000000000001").rename(tmp_path / "b" / "step-000000000001")
+        save = checkpointer.save(1, {"whose": "ours"})
+        with pytest.raises(stillframe.ExistsError):
+            save.wait()
+    assert stillframe.load(tmp_path / "b", 1) == {"whose": "theirs"}
+    assert leftovers(tmp_path / "b") == []
+
+
+def test_what_cannot_be_stored_is_refused_with_its_path_before_anything_is_written(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path) as checkpointer:
+        with pytest.raises(stillframe.UnsupportedStateError, match=r"'model/head/callback'.*register_leaf"):
+            checkpointer.save(1, {"model": {"head": {"callback": lambda: None}}})
+        with pytest.raises(stillframe.UnsupportedStateError, match=r"'weights'.*complex128"):
+            checkpointer.save(1, {"weights": torch.zeros(2, dtype=torch.complex128)})
+        assert Catalog(tmp_path).step_dirs() == []
+        checkpointer.save(1, {"fine": 1}).wait()
+
+
+def test_after_close_nothing_can_be_saved(tmp_path: Path) -> None:
+    checkpointer = Checkpointer(tmp_path)
+    checkpointer.close()
+    with pytest.raises(stillframe.ConfigError, match="closed"):
+        checkpointer.save(1, {})
+    with pytest.raises(stillframe.ConfigError, match="closed"):
+        checkpointer.restore({})
+
+
+def test_a_state_larger_than_the_arena_is_saved_all_the_same(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    state = {"one": torch.randn(30_000_000), "two": torch.randn(1000)}  # 120 MB through 32 MiB
+    with Checkpointer(tmp_path, arena="32MiB") as checkpointer:
+        checkpointer.save(1, state).wait()
+        assert checkpointer.stats().arena_bytes == 32 * MIB
+    assert_same(stillframe.load(tmp_path), state)
+
+
+def test_the_auto_arena_takes_the_first_state_and_a_little_more(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path) as checkpointer:
+        assert checkpointer.stats().arena_bytes == 0
+        checkpointer.save(1, {"weights": torch.ones(25 * MIB)}).wait()
+        assert 100 * MIB < checkpointer.stats().arena_bytes <= 160 * MIB
+
+
+def test_the_auto_arena_respects_the_memory_available_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("stillframe.checkpointer.memory_available_bytes", lambda: 100 * MIB)
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, {"weights": torch.ones(25 * MIB)}).wait()
+        assert checkpointer.stats().arena_bytes == 48 * MIB
+    assert "half of the memory available" in caplog.text
+
+
+def test_skip_drops_a_save_that_would_have_to_wait(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    state = {"weights": torch.zeros(6_000_000)}
+    with Checkpointer(tmp_path, when_busy="skip", arena="32MiB") as checkpointer:
+        checkpointer.save(1, state).wait()
+        keeper = checkpointer.keeper_pid
+        assert keeper is not None
+        os.kill(keeper, signal.SIGSTOP)
+        state["weights"].add_(1.0)
+        second = checkpointer.save(2, state)
+        second.wait("staged")
+        third = checkpointer.save(3, state)
+        assert third.phase == "skipped"
+        assert checkpointer.stats().skipped == 1
+        assert "step 3 is skipped" in caplog.text
+        with pytest.raises(stillframe.BusyError, match="skipped"):
+            third.wait()
+        os.kill(keeper, signal.SIGCONT)
+        checkpointer.wait()
+        checkpointer.save(3, state).wait()
+    assert Catalog(tmp_path).steps() == [1, 2, 3]
+
+
+def test_saving_the_wrong_object_is_noticed_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The commonest silent bug: a copy of the model is saved, and the copy is never trained."""
+    model = torch.nn.Linear(1000, 1000)
+    with Checkpointer(tmp_path) as checkpointer:
+        for step in range(4):
+            checkpointer.save(step, {"model": model, "step": step, "counter": torch.tensor(step)})
+        checkpointer.wait()
+        assert checkpointer.stats().unchanged == 3
+    assert caplog.text.count("exactly the same bytes") == 1
+
+
+def test_a_trained_state_gives_no_such_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with Checkpointer(tmp_path) as checkpointer:
+        for step in range(4):
+            train_step(model, optimizer)
+            checkpointer.save(step, {"model": model, "optimizer": optimizer})
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
+
+
+def resident_bytes(pid: int) -> int:
+    fields = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    return sum(int(fields[name].split()[0]) * 1024 for name in ("RssAnon", "RssShmem"))
+
+
+def test_memory_stays_bounded_over_hundreds_of_saves(tmp_path: Path) -> None:
+    state = {"weights": [torch.zeros(500_000) for _ in range(10)], "many": [torch.zeros(100) for _ in range(300)]}
+    with Checkpointer(tmp_path, arena="64MiB", keep=stillframe.KeepLast(1)) as checkpointer:
+
+        def used(saves: int, start: int) -> int:
+            for step in range(start, start + saves):
+                checkpointer.fence()
+                state["weights"][0].add_(1.0)
+                checkpointer.save(step, state)
+            checkpointer.wait()
+            gc.collect()
+            return resident_bytes(os.getpid()) + resident_bytes(checkpointer.keeper_pid or 0)
+
+        first = used(60, 0)
+        last = used(240, 60)
+    assert last - first < 24 * MIB, f"grew by {(last - first) / MIB:.1f} MiB over 240 saves"
+
+
+def test_ten_thousand_small_tensors_in_one_state(tmp_path: Path) -> None:
+    state = {f"tensor/{index}": torch.full((index % 7, 3), float(index)) for index in range(10_000)}
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, state).wait()
+        live = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+        assert checkpointer.restore(live) == 1
+    assert_same(live, state)
+
+
+def test_a_changed_structure_makes_a_new_plan(tmp_path: Path) -> None:
+    state: dict[str, Any] = {"a": torch.zeros(1000)}
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, state)
+        checkpointer.fence()
+        state["a"].add_(1)
+        state["b"] = torch.ones(3, dtype=torch.int64)
+        checkpointer.save(2, state)
+        checkpointer.fence()
+        state["a"] = torch.full((10, 10), 5.0)
+        checkpointer.save(3, state)
+    assert_same(stillframe.load(tmp_path, 1), {"a": torch.zeros(1000)})
+    assert_same(stillframe.load(tmp_path, 2), {"a": torch.ones(1000), "b": torch.ones(3, dtype=torch.int64)})
+    assert_same(stillframe.load(tmp_path, 3), {"a": torch.full((10, 10), 5.0), "b": torch.ones(3, dtype=torch.int64)})
+
+
+def test_gradients_are_not_part_of_a_checkpoint(tmp_path: Path) -> None:
+    model = torch.nn.Linear(100, 100)
+    model(torch.randn(2, 100)).sum().backward()
+    with Checkpointer(tmp_path) as checkpointer:
+        save = checkpointer.save(1, {"model": model})
+        save.wait()
+    assert save.progress.total_bytes == (100 * 100 + 100) * 4
+
+
+def test_the_segment_opens_without_stillframe(tmp_path: Path) -> None:
+    from safetensors import safe_open
+
+    model = make_model()
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, {"model": model}).wait()
+    (segment,) = tmp_path.glob("*/*.safetensors")
+    with safe_open(str(segment), "pt") as file:
+        assert torch.equal(file.get_tensor("model/0.weight"), model.state_dict()["0.weight"])
+
+
+def test_retention_keeps_the_last_and_every_kth(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, keep=stillframe.KeepLast(2) | stillframe.KeepEvery(4)) as checkpointer:
+        for step in range(1, 12):
+            checkpointer.save(step, {"step": step})
+    assert Catalog(tmp_path).steps() == [4, 8, 10, 11]
+    assert leftovers(tmp_path) == []
+
+
+def test_retention_passes_over_a_checkpoint_that_is_being_read(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, keep=stillframe.KeepLast(1)) as checkpointer:
+        checkpointer.save(1, {"weights": torch.ones(1000)}).wait()
+        with Catalog(tmp_path).open(1):
+            checkpointer.save(2, {"weights": torch.ones(1000)}).wait()
+            checkpointer.save(3, {"weights": torch.ones(1000)}).wait()
+            until(lambda: 2 not in Catalog(tmp_path).steps(), "step 2 goes")
+            assert Catalog(tmp_path).steps() == [1, 3]
+        checkpointer.save(4, {"weights": torch.ones(1000)}).wait()
+    assert Catalog(tmp_path).steps() == [4]
+
+
+def test_retention_leaves_foreign_files_alone(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, keep=stillframe.KeepLast(1)) as checkpointer:
+        checkpointer.save(1, {"a": 1}).wait()
+        (tmp_path / "step-000000000001" / "notes.txt").write_text("mine")
+        checkpointer.save(2, {"a": 1}).wait()
+    assert Catalog(tmp_path).steps() == [2]
+    assert (tmp_path / "step-000000000001" / "notes.txt").read_text() == "mine"

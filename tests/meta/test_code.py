@@ -1,0 +1,105 @@
+"""What is promised about the code itself: layers, names, sizes, and a keeper without torch."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import stillframe
+
+SOURCE = Path(stillframe.__file__).parent
+
+# From the top down; a module imports only from its own part or from parts below.  Parts on one line are
+# siblings that never import one another, except that restore uses stage's knowledge of tensors.
+LAYERS = [
+    {"checkpointer"},
+    {"restore"},
+    {"stage", "keeper"},
+    {"catalog"},
+    {"link"},
+    {"format", "storage"},
+    {"model", "retention"},
+    {"units"},
+    {"errors"},
+]
+TORCH = {"checkpointer", "stage", "restore"}
+
+
+def part_of(module: str) -> str:
+    return module.split(".")[1] if "." in module else "stillframe"
+
+
+def imports() -> list[tuple[str, str, str]]:
+    """Every import of every file, as (importing module, its part, imported module)."""
+    found = []
+    for path in SOURCE.rglob("*.py"):
+        module = ".".join(["stillframe", *path.relative_to(SOURCE).with_suffix("").parts]).removesuffix(".__init__")
+        if module == "stillframe":
+            continue  # the table of public names
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                found += [(module, part_of(module), alias.name) for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                names = [f"{node.module}.{alias.name}" for alias in node.names] if node.module == "stillframe" else []
+                found += [(module, part_of(module), name) for name in names or [node.module]]
+    return found
+
+
+def test_imports_go_downward_only() -> None:
+    level = {part: number for number, parts in enumerate(LAYERS) for part in parts}
+    for module, part, imported in imports():
+        if imported.startswith("stillframe."):
+            target = part_of(imported)
+            assert part in level, f"{module} is in no layer"
+            assert target == part or level[target] > level[part], f"{module} imports {imported}"
+
+
+def test_only_the_parts_that_need_torch_import_it() -> None:
+    for module, part, imported in imports():
+        if imported.split(".")[0] == "torch":
+            assert part in TORCH, f"{module} imports torch"
+
+
+def test_only_the_durable_module_renames_and_deletes() -> None:
+    for path in SOURCE.rglob("*.py"):
+        if path.name != "durable.py":
+            for call in ("os.rename", "os.replace", "os.link(", "os.unlink", ".unlink(", "shutil", "os.fsync"):
+                allowed = path.name == "direct.py" and call == "os.fsync"  # WriteFile.finish
+                assert allowed or call not in path.read_text(), f"{path.name} calls {call}"
+
+
+def test_nothing_reads_pickle() -> None:
+    for module, _, imported in imports():
+        assert imported.split(".")[0] not in {"pickle", "cloudpickle", "dill", "marshal", "shelve"}, module
+    for path in SOURCE.rglob("*.py"):
+        assert "torch.load" not in path.read_text(), path
+
+
+def test_the_public_names_are_what_we_think() -> None:
+    for name in stillframe.__all__:
+        assert getattr(stillframe, name) is not None
+    assert stillframe.__all__ == sorted(
+        stillframe.__all__, key=lambda name: (not name.isupper(), not name[0].isupper(), name)
+    )
+    assert set(dir(stillframe)) == set(stillframe.__all__)
+
+
+def test_the_catalog_and_the_keeper_run_without_torch() -> None:
+    code = (
+        "import sys, stillframe; stillframe.Catalog; import stillframe.keeper.main;"
+        "assert not {'torch', 'numpy'} & set(sys.modules), 'torch was imported'"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": str(SOURCE.parent)})
+
+
+def test_files_and_functions_stay_readable() -> None:
+    for path in SOURCE.rglob("*.py"):
+        text = path.read_text()
+        assert len(text.splitlines()) <= 400, f"{path.name} is too long"
+        tree = ast.parse(text)
+        assert ast.get_docstring(tree), f"{path.name} does not say what it owns"
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef):
+                assert (node.end_lineno or 0) - node.lineno < 70, f"{path.name}: {node.name} is too long"

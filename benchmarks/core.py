@@ -241,14 +241,15 @@ class Bench:
     def run(self) -> None:
         self.buffer = aligned_buffer(CHUNK_BYTES)
         self.buffer.write(os.urandom(CHUNK_BYTES))
-        for title, question in (
+        questions: list[tuple[str, Callable[[], None]]] = [
             ("save at every iteration, 1.0 s of emulated compute", lambda: self.stall(1.0, 5, "keeps up")),
             ("save at every iteration, storage cannot keep up", lambda: self.stall(0.05, 8, "cannot")),
             ("durable rate", self.durable),
             ("restore", self.restore),
             ("many tensors", self.many),
             ("interference", self.interference),
-        ):
+        ]
+        for title, question in questions:
             self.console.print(f"[bold]{title}[/bold]")
             question()
 

@@ -199,7 +199,10 @@ def test_extra_state_and_load_hooks_of_a_module_run(root: Path) -> None:
             self.weight = torch.nn.Parameter(torch.zeros(3))
             self.extra = 0
             self.loads = 0
-            self.register_load_state_dict_post_hook(lambda module, _: setattr(module, "loads", self.loads + 1))
+            self.register_load_state_dict_post_hook(self.loaded)  # type: ignore[no-untyped-call]
+
+        def loaded(self, *_: Any) -> None:
+            self.loads += 1
 
         def get_extra_state(self) -> dict[str, int]:
             return {"extra": self.extra}

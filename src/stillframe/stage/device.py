@@ -155,7 +155,7 @@ class AcceleratorDevice:
     def adopt(self, address: int, nbytes: int) -> None:
         # torch has no device-neutral host registration.  Without it copies are correct but slower.
         if self._device.type == "cuda":
-            code = torch.cuda.cudart().cudaHostRegister(address, nbytes, 0)  # type: ignore[no-untyped-call]
+            code = torch.cuda.cudart().cudaHostRegister(address, nbytes, 0)
             if int(code) != 0:
                 logger.warning("the arena could not be pinned (runtime error %s); staging will be slower", code)
 

@@ -178,6 +178,9 @@ class Checkpointer:
         began = time.monotonic()
         try:
             self._ledger.wait_all("committed", timeout_s)
+        except DeadlineError:
+            self._stager.give_up("close() did not wait any longer")
+            raise
         finally:
             left_s = None if timeout_s is None else max(timeout_s - (time.monotonic() - began), 0.0)
             self._release(left_s)
@@ -187,12 +190,10 @@ class Checkpointer:
         """Everything this process holds; what is staged is the keeper's affair from here on."""
         self._fence.remove()
         self._stager.stop()
-        is_gone = self._keepers.close(timeout_s)
+        self._keepers.close(timeout_s)
         self._plan = None
         if self._stager.arena is not None:
             self._stager.arena.close()
-        if not is_gone and timeout_s is None:
-            raise DeadlineError("the keeper did not leave")  # pragma: no cover - join without a timeout returns
 
     def _at_exit(self) -> None:
         """Leaving the interpreter without close(): stage what was requested, the keeper does the rest."""

@@ -261,6 +261,20 @@ def test_close_with_a_deadline_leaves_the_rest_to_the_keeper(tmp_path: Path) -> 
     assert Catalog(tmp_path).steps() == [0, 1]
 
 
+def test_close_with_a_deadline_gives_up_what_cannot_be_staged(tmp_path: Path) -> None:
+    checkpointer = Checkpointer(tmp_path, arena="32MiB")
+    checkpointer.save(0, {"weights": torch.ones(12_000_000)}).wait()
+    keeper = stop_keeper(checkpointer)
+    save = checkpointer.save(1, {"weights": torch.ones(12_000_000)})
+    with pytest.raises(stillframe.DeadlineError):
+        checkpointer.close(timeout_s=0.1)
+    assert save.phase == "failed"
+    os.kill(keeper, signal.SIGCONT)
+    until(lambda: keeper_is_gone(tmp_path), "the keeper leaves")
+    assert Catalog(tmp_path).steps() == [0]
+    assert leftovers(tmp_path) == []
+
+
 def test_a_keeper_that_makes_no_progress_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stillframe.link.process.STALL_S", 0.5)
     monkeypatch.setattr("stillframe.link.process._WATCH_MS", 100)

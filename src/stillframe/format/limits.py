@@ -9,6 +9,8 @@ MAX_HEADER_BYTES = 100_000_000
 """safetensors' own limit."""
 MAX_SEAL_BYTES = 512 * MIB
 MAX_MANIFEST_BYTES = 64 * MIB
+MAX_CHUNK_BYTES = 1024 * MIB
+"""A reader holds a few chunks in memory."""
 MAX_DEPTH = 100
 """Levels of nesting in a state."""
 MAX_DIMENSIONS = 64

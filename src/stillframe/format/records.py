@@ -192,7 +192,7 @@ def _check_seal(seal: Seal) -> None:
         raise FormatError(f"impossible rank {seal.rank} or segment {segment.file!r}")
     if segment.data_start % BLOCK_BYTES or not 0 < segment.data_start <= min(segment.bytes, limits.MAX_HEADER_BYTES):
         raise FormatError(f"impossible data start {segment.data_start}")
-    if segment.chunk_bytes <= 0 or segment.chunk_bytes % BLOCK_BYTES:
+    if not 0 < segment.chunk_bytes <= limits.MAX_CHUNK_BYTES or segment.chunk_bytes % BLOCK_BYTES:
         raise FormatError(f"impossible chunk size {segment.chunk_bytes}")
     if len(segment.chunks) != -(-segment.data_bytes // segment.chunk_bytes):
         raise FormatError(f"{len(segment.chunks)} chunks do not make {segment.data_bytes} bytes")

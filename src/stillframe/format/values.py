@@ -9,10 +9,10 @@ type.  Nothing is ever imported because a file names it: an enum's class must al
 from __future__ import annotations
 
 import base64
-import binascii
 import enum
 import math
 import pathlib
+import re
 import struct
 import sys
 from collections.abc import Callable
@@ -25,6 +25,7 @@ from stillframe.format import limits
 TAG = "$"
 _JSON_SCALARS = {type(None), bool, int, str, float}
 _NUMPY_KINDS = "biufcSUmM"
+_NUMPY_DTYPE = re.compile(rf"[<>|=][{_NUMPY_KINDS}]\d+(\[\w+\])?", re.ASCII)
 _MAX_INT_BITS = 8192
 
 
@@ -100,8 +101,15 @@ def encode(value: Any, depth: int = 0) -> Any:
 
 def decode(data: Any) -> Any:
     """The value again; raises :class:`FormatError` on anything malformed."""
+    try:
+        return _decode(data)
+    except RecursionError:
+        raise FormatError("a value is nested too deeply") from None
+
+
+def _decode(data: Any) -> Any:
     if isinstance(data, list):
-        return [decode(item) for item in data]
+        return [_decode(item) for item in data]
     if not isinstance(data, dict):
         return data
     tag = data.get(TAG)
@@ -110,7 +118,9 @@ def decode(data: Any) -> Any:
         raise FormatError(f"a value is tagged {tag!r}, which is unknown here")
     try:
         return decoder(data)
-    except (KeyError, ValueError, TypeError, AttributeError, OverflowError, binascii.Error, struct.error) as error:
+    except RecursionError:
+        raise
+    except (LookupError, ValueError, TypeError, AttributeError, ArithmeticError, RuntimeError, struct.error) as error:
         raise FormatError(f"a value tagged {tag!r} is malformed: {error!r}") from None
 
 
@@ -159,9 +169,9 @@ def _decode_enum(data: dict[str, Any]) -> enum.Enum:
 def _decode_numpy(data: dict[str, Any]) -> Any:
     import numpy
 
+    if not _NUMPY_DTYPE.fullmatch(data["dtype"]):
+        raise ValueError(f"dtype {data['dtype']!r}")
     dtype = numpy.dtype(data["dtype"])
-    if dtype.kind not in _NUMPY_KINDS:
-        raise ValueError(f"dtype {dtype}")
     raw = _from_base64(data["data"])
     if len(raw) != dtype.itemsize:
         raise ValueError(f"{len(raw)} bytes for {dtype}")
@@ -172,7 +182,7 @@ def _decode_items(data: dict[str, Any]) -> list[Any]:
     items = data["items"]
     if not isinstance(items, list):
         raise ValueError("items")
-    return [decode(item) for item in items]
+    return [_decode(item) for item in items]
 
 
 register_value(bytes, "bytes", lambda value: {"data": _to_base64(value)}, lambda data: _from_base64(data["data"]))

@@ -85,6 +85,11 @@ class Arena:
         with self._changed:
             self._filling.discard(span)
 
+    def wake(self) -> None:
+        """Make a waiting :meth:`take` look at its ``is_cancelled`` again."""
+        with self._changed:
+            self._changed.notify_all()
+
     def touch_one(self) -> bool:
         """Fault in one span that never was used; tells whether there was one."""
         with self._changed:

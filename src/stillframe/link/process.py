@@ -58,12 +58,12 @@ class KeeperProcess:
         config: KeeperConfig,
         on_message: Callable[[FromKeeper], None],
         on_exit: Callable[[KeeperProcess, KeeperError | None], None],
-        silence_s: Callable[[], float],
+        owes_news: Callable[[], bool],
         is_awaited: Callable[[], bool],
     ) -> None:
         self._on_message = on_message
         self._on_exit = on_exit
-        self._silence_s = silence_s
+        self._owes_news = owes_news
         self._is_awaited = is_awaited
         self._is_closing = False
         self.is_gone = False
@@ -113,10 +113,9 @@ class KeeperProcess:
     def kill(self) -> None:
         self._process.send_signal(signal.SIGKILL)
 
-    def join(self, timeout_s: float | None) -> bool:
-        """Wait until it has ended and ``on_exit`` has run; tells whether it has."""
+    def join(self, timeout_s: float | None) -> None:
+        """Wait until it has ended and ``on_exit`` has run."""
         self._thread.join(timeout_s)
-        return not self._thread.is_alive()
 
     def _receive(self) -> None:
         is_silent = self._listen()
@@ -140,11 +139,15 @@ class KeeperProcess:
         """Pass on its messages until it is gone, or has been silent for too long: tells whether it has."""
         poll = select.poll()
         poll.register(self._channel.socket, select.POLLIN)
+        quiet_s = 0.0
         while True:
             if not poll.poll(_WATCH_MS):
-                if self._silence_s() > STALL_S:
+                # Counted in turns of waiting, not by the clock: a trainer that was stopped and continued saw no turns.
+                quiet_s = quiet_s + _WATCH_MS / 1000 if self._owes_news() else 0.0
+                if quiet_s >= STALL_S:
                     return True
                 continue
+            quiet_s = 0.0
             try:
                 received = self._channel.receive()
             except ConnectionError:

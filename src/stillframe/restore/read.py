@@ -32,7 +32,8 @@ def read_chunks(checkpoint: Checkpoint, numbers: Iterable[int], place: Place) ->
     is_failed = threading.Event()
 
     def work() -> None:
-        buffer = aligned_buffer(checkpoint.seal.segment.chunk_bytes)
+        segment = checkpoint.seal.segment
+        buffer = aligned_buffer(min(segment.chunk_bytes, segment.data_bytes))
         try:
             for number in _shared(todo, taking, is_failed):
                 place(*read_chunk(checkpoint, number, buffer), buffer)

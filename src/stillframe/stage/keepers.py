@@ -49,7 +49,7 @@ class Keepers:
                 self._answered.clear()
                 self._refusal = None
                 self._current = KeeperProcess(
-                    self._config, self._hear, self._on_exit, self._ledger.silence_s, self._is_awaited
+                    self._config, self._hear, self._on_exit, self._ledger.owes_news, self._is_awaited
                 )
                 self._ledger.keeper_started()
             return self._current
@@ -70,24 +70,23 @@ class Keepers:
         if isinstance(self._refusal, BusyError):
             raise self._refusal
 
-    def close(self, timeout_s: float | None) -> bool:
-        """Let it finish and go; tells whether it has gone."""
+    def close(self, timeout_s: float | None) -> None:
+        """Let it finish and go; waits no longer than this for it."""
         with self._lock:
             self.is_closed = True
             current = self._current
             if current is None:
-                return True
+                return
             current.expect_exit()
         try:
             current.send(messages.Close())
         except KeeperError:
             pass  # gone already; joining tells
-        return current.join(timeout_s)
+        current.join(timeout_s)
 
     # --- on the receiving thread -----------------------------------------------------------
 
     def _hear(self, message: FromKeeper) -> None:
-        self._ledger.news()
         if isinstance(message, messages.Flushed):
             self._ledger.flushed(message.save, message.nbytes, message.begun_s)
             if self._arena is not None:

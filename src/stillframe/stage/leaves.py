@@ -19,6 +19,7 @@ DTYPE_NAMES: dict[torch.dtype, str] = {
     torch.float8_e4m3fnuz: "F8_E4M3FNUZ", torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
 }  # fmt: skip
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+_ALL_DTYPES = {name: dtype for name, dtype in vars(torch).items() if isinstance(dtype, torch.dtype)}
 PLAIN_TENSORS = {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer}
 
 
@@ -60,10 +61,7 @@ def is_array(value: object) -> bool:
 
 
 def _dtype_from(data: dict[str, Any]) -> torch.dtype:
-    found = getattr(torch, data["name"])
-    if not isinstance(found, torch.dtype):
-        raise ValueError(data["name"])
-    return found
+    return _ALL_DTYPES[data["name"]]  # only looked up: an attribute of torch may import something
 
 
 values.register_value(

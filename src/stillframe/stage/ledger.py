@@ -74,7 +74,6 @@ class Ledger:
         self._in_flight: dict[int, Save] = {}
         self._untold: list[Save] = []
         self._counts: dict[str, float] = defaultdict(int)
-        self._last_news_s = time.monotonic()
         self._waiters = 0
 
     # --- what happens to a save ------------------------------------------------------------
@@ -111,7 +110,6 @@ class Ledger:
 
     def flushed(self, number: int, nbytes: int, begun_s: float) -> None:
         with self._changed:
-            self._last_news_s = time.monotonic()
             self._count(flushed_bytes=nbytes)
             save = self._in_flight.get(number)
             if save is not None:
@@ -137,7 +135,6 @@ class Ledger:
     def fail(self, number: int, error: StillframeError) -> Save | None:
         """Tells which save it was; ``None`` if it had ended already."""
         with self._changed:
-            self._last_news_s = time.monotonic()
             save = self._in_flight.pop(number, None)
             if save is not None:
                 save._phase = "failed"
@@ -146,6 +143,11 @@ class Ledger:
                 self._count(failed=1)
             self._changed.notify_all()
             return save
+
+    def fail_unstaged(self, error: StillframeError) -> list[Save]:
+        """Give up those that are not staged yet; the others are the keeper's."""
+        numbers = [save.number for save in self.in_flight if save.phase == "captured"]
+        return [save for number in numbers if (save := self.fail(number, error)) is not None]
 
     def fail_all(self, error: StillframeError) -> list[Save]:
         with self._changed:
@@ -158,7 +160,6 @@ class Ledger:
 
     def keeper_started(self) -> None:
         with self._changed:
-            self._last_news_s = time.monotonic()
             self._count(keeper_starts=1)
 
     # --- asking ----------------------------------------------------------------------------
@@ -168,14 +169,13 @@ class Ledger:
         with self._changed:
             return list(self._in_flight.values())
 
-    def silence_s(self) -> float:
-        """How long the keeper has owed news; zero if it owes none."""
+    def owes_news(self) -> bool:
+        """Whether the keeper has bytes or a whole save of ours that it has not reported on."""
         with self._changed:
-            return time.monotonic() - self._last_news_s if self._in_flight else 0.0
-
-    def news(self) -> None:
-        with self._changed:
-            self._last_news_s = time.monotonic()
+            return any(
+                save._staged_bytes > save._flushed_bytes or save._phase != "captured"
+                for save in self._in_flight.values()
+            )
 
     def stats(self, **more: Any) -> Stats:
         with self._changed:
@@ -238,7 +238,6 @@ class Ledger:
 
     def _advance(self, save: Save, phase: Phase, **times: float) -> None:
         with self._changed:
-            self._last_news_s = time.monotonic()
             if save._phase in PHASES and PHASES.index(save._phase) < PHASES.index(phase):
                 save._phase = phase
             save._times = dataclasses.replace(save._times, **times)

@@ -23,9 +23,9 @@ class RNG:
             "python": {"version": version, "internal": array("Q", internal).tobytes(), "gauss": gauss},
             "torch": torch.get_rng_state(),
         }
-        if torch.accelerator.is_available():
-            module = torch.get_device_module()
-            state["accelerator"] = list(module.get_rng_state_all())
+        get_all = getattr(torch.get_device_module(), "get_rng_state_all", None)
+        if torch.accelerator.is_available() and get_all is not None:
+            state["accelerator"] = list(get_all())
         numpy = sys.modules.get("numpy")
         if numpy is not None:
             name, keys, position, has_gauss, cached = numpy.random.get_state(legacy=True)

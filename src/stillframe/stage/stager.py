@@ -26,7 +26,7 @@ from typing import Any
 import msgspec
 import torch
 
-from stillframe.errors import KeeperError, StateError, StillframeError
+from stillframe.errors import DeadlineError, KeeperError, StateError, StillframeError
 from stillframe.format.records import SealDraft
 from stillframe.link import messages
 from stillframe.link.arena import Arena
@@ -162,6 +162,12 @@ class Stager:
 
         self._work.put(turn)
         done.result()
+
+    def give_up(self, why: str) -> None:
+        """Saves that are not staged yet fail, so that :meth:`stop` need not wait for room in the arena."""
+        self._on_failure(self._ledger.fail_unstaged(DeadlineError(f"given up before it was staged: {why}")))
+        if self.arena is not None:
+            self.arena.wake()
 
     def stop(self) -> None:
         """Finish what was submitted, then end the thread."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import mmap
 import os
 from pathlib import Path
@@ -39,6 +40,15 @@ def _open(path: Path, flags: int) -> tuple[int, bool]:
     return os.open(path, flags, 0o666), False
 
 
+def _stop_being_direct(fd: int, error: OSError) -> bool:
+    """Some file systems take O_DIRECT at open and refuse it later: use the cache; tells whether it was that."""
+    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+    if error.errno != errno.EINVAL or not flags & O_DIRECT:
+        return False
+    fcntl.fcntl(fd, fcntl.F_SETFL, flags & ~O_DIRECT)
+    return True
+
+
 class WriteFile:
     """A new file of known size, written at block-aligned places in any order, from any thread.
 
@@ -65,7 +75,12 @@ class WriteFile:
     def write_at(self, data: memoryview, offset: int) -> None:
         """Write ``data``, whose address and length are block-aligned, at a block-aligned offset."""
         while data:
-            written = os.pwrite(self._fd, data, offset)
+            try:
+                written = os.pwrite(self._fd, data, offset)
+            except OSError as error:
+                if not _stop_being_direct(self._fd, error):
+                    raise
+                written = 0
             data, offset = data[written:], offset + written
 
     def finish(self) -> None:
@@ -91,7 +106,12 @@ class ReadFile:
         """Fill ``into`` (block-aligned, as is the offset) and tell how much came; less at the end of the file."""
         done = 0
         while done < len(into):
-            count = os.preadv(self._fd, [into[done:]], offset + done)
+            try:
+                count = os.preadv(self._fd, [into[done:]], offset + done)
+            except OSError as error:
+                if not _stop_being_direct(self._fd, error):
+                    raise
+                continue
             done += count
             if count == 0 or count % BLOCK_BYTES:
                 break

@@ -51,6 +51,9 @@ def sync_dir(path: Path) -> None:
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # a file system that has no fsync of directories
+            raise
     finally:
         os.close(fd)
 

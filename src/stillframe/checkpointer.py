@@ -22,9 +22,9 @@ import msgspec
 from stillframe.catalog import Catalog
 from stillframe.errors import ConfigError, DeadlineError, ExistsError, IntegrityError, StillframeError
 from stillframe.format.records import SealDraft, check_draft
-from stillframe.link.arena import Arena
 from stillframe.link.process import KeeperConfig
-from stillframe.model import CHUNK_BYTES, Phase, RestoreReport, SkippedStep, Stats, check_step
+from stillframe.link.sizing import auto_arena, fixed_arena
+from stillframe.model import Phase, RestoreReport, SkippedStep, Stats, check_step
 from stillframe.restore.match import Match
 from stillframe.retention import Keep
 from stillframe.stage.audit import Audit
@@ -35,14 +35,10 @@ from stillframe.stage.ledger import Ledger, Save
 from stillframe.stage.plan import Plan, make_plan
 from stillframe.stage.stager import Job, Stager
 from stillframe.stage.walk import Walk
-from stillframe.storage.direct import memory_available_bytes
-from stillframe.units import format_bytes, parse_bytes
+from stillframe.units import parse_bytes
 
 logger = logging.getLogger("stillframe")
 
-_AUTO_SHARE = 0.5
-"""``arena="auto"`` takes at most this part of the memory available."""
-_SPARE_SPANS = 2
 _EXIT_S = 60.0
 
 
@@ -76,7 +72,7 @@ class Checkpointer:
         self._catalog = Catalog(root)
         if self._catalog.root.exists() and not self._catalog.root.is_dir():
             raise ConfigError(f"root={str(self._catalog.root)!r} is a file; give a directory")
-        fixed = None if arena == "auto" else _arena_of(parse_bytes(arena, "arena"))
+        fixed = None if arena == "auto" else fixed_arena(parse_bytes(arena, "arena"))
         self._on_error = on_error
         self._when_busy = when_busy
         self._audit = audit
@@ -94,7 +90,7 @@ class Checkpointer:
         )
         self._ledger = Ledger(self._before_wait)
         self._keepers = Keepers(config, self._ledger, self._saves_failed)
-        self._stager = Stager(self._ledger, self._keepers, self._auto_arena, fixed, self._saves_failed)
+        self._stager = Stager(self._ledger, self._keepers, auto_arena, fixed, self._saves_failed)
         self._keepers.start()
         self._fence = OptimizerFence(self._stager.fence)
         atexit.register(self._at_exit)
@@ -327,19 +323,6 @@ class Checkpointer:
             others = f" (and {len(untold) - 1} more)" if len(untold) > 1 else ""
             raise type(first.error)(f"saving step {first.step} failed{others}: {first.error}") from first.error
 
-    def _auto_arena(self, state_bytes: int) -> Arena:
-        wanted = (-(-state_bytes // CHUNK_BYTES) + _SPARE_SPANS) * CHUNK_BYTES
-        room = int(memory_available_bytes() * _AUTO_SHARE)
-        if wanted <= room:
-            logger.info("arena: %s, for a state of %s", format_bytes(wanted), format_bytes(state_bytes))
-            return Arena(wanted)
-        size = max(room, 2 * CHUNK_BYTES)
-        logger.warning(
-            "arena: %s, half of the memory available, for a state of %s: updates may wait for storage",
-            format_bytes(size), format_bytes(state_bytes),
-        )  # fmt: skip
-        return Arena(size)
-
 
 class Fence:
     """What :meth:`Checkpointer.fence` returns, so that an update can stand inside ``with``; the wait is over."""
@@ -356,12 +339,3 @@ class Fence:
 def _check_choice(name: str, given: str, choices: tuple[str, ...]) -> None:
     if given not in choices:
         raise ConfigError(f"{name}={given!r}: give one of {', '.join(map(repr, choices))}")
-
-
-def _arena_of(size: int) -> Arena:
-    if size < 2 * CHUNK_BYTES:
-        raise ConfigError(f"arena={size} bytes is smaller than two chunks ({format_bytes(2 * CHUNK_BYTES)})")
-    available = memory_available_bytes()
-    if size > available:
-        raise ConfigError(f"arena={format_bytes(size)} exceeds the memory available ({format_bytes(available)})")
-    return Arena(size)

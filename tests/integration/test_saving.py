@@ -123,7 +123,7 @@ def test_the_auto_arena_takes_the_first_state_and_a_little_more(tmp_path: Path) 
 def test_the_auto_arena_respects_the_memory_available_and_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("stillframe.checkpointer.memory_available_bytes", lambda: 100 * MIB)
+    monkeypatch.setattr("stillframe.link.sizing.memory_available_bytes", lambda: 100 * MIB)
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1, {"weights": torch.ones(25 * MIB)}).wait()
         assert checkpointer.stats().arena_bytes == 48 * MIB

@@ -15,7 +15,6 @@ import os
 from pathlib import Path
 from typing import Final
 
-from stillframe.errors import ConfigError
 from stillframe.model import BLOCK_BYTES
 from stillframe.units import round_up
 
@@ -121,26 +120,3 @@ class ReadFile:
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
-
-
-def memory_available_bytes() -> int:
-    """What this process may still allocate: the machine's free memory, or less where a cgroup says so."""
-    available = _meminfo_available()
-    for limit, usage in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-    ):
-        try:
-            room = int(Path(limit).read_text()) - int(Path(usage).read_text())
-        except (OSError, ValueError):
-            continue
-        available = min(available, max(room, 0))
-    return available
-
-
-def _meminfo_available() -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        name, _, rest = line.partition(":")
-        if name == "MemAvailable":
-            return int(rest.split()[0]) * 1024
-    raise ConfigError("/proc/meminfo does not say how much memory is available: give arena= a size")

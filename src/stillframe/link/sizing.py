@@ -1,0 +1,65 @@
+"""How large the arena is: what the user said, or what the first state needs and the machine has."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from stillframe.errors import ConfigError
+from stillframe.link.arena import Arena
+from stillframe.model import CHUNK_BYTES
+from stillframe.units import format_bytes
+
+logger = logging.getLogger("stillframe")
+
+_AUTO_SHARE = 0.5
+"""``arena="auto"`` takes at most this part of the memory available."""
+_SPARE_SPANS = 2
+
+
+def fixed_arena(size: int) -> Arena:
+    """Raises :class:`ConfigError` if it is too small to work with, or more than there is."""
+    if size < 2 * CHUNK_BYTES:
+        raise ConfigError(f"arena={size} bytes is smaller than two chunks ({format_bytes(2 * CHUNK_BYTES)})")
+    available = memory_available_bytes()
+    if size > available:
+        raise ConfigError(f"arena={format_bytes(size)} exceeds the memory available ({format_bytes(available)})")
+    return Arena(size)
+
+
+def auto_arena(state_bytes: int) -> Arena:
+    """Room for one state and a little more, so that the next save can begin; less, and says so, if memory is short."""
+    wanted = (-(-state_bytes // CHUNK_BYTES) + _SPARE_SPANS) * CHUNK_BYTES
+    room = int(memory_available_bytes() * _AUTO_SHARE)
+    if wanted <= room:
+        logger.info("arena: %s, for a state of %s", format_bytes(wanted), format_bytes(state_bytes))
+        return Arena(wanted)
+    size = max(room, 2 * CHUNK_BYTES)
+    logger.warning(
+        "arena: %s, half of the memory available, for a state of %s: updates may wait for storage",
+        format_bytes(size), format_bytes(state_bytes),
+    )  # fmt: skip
+    return Arena(size)
+
+
+def memory_available_bytes() -> int:
+    """What this process may still allocate: the machine's free memory, or less where a cgroup says so."""
+    available = _meminfo_available()
+    for limit, usage in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ):
+        try:
+            room = int(Path(limit).read_text()) - int(Path(usage).read_text())
+        except (OSError, ValueError):
+            continue
+        available = min(available, max(room, 0))
+    return available
+
+
+def _meminfo_available() -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        name, _, rest = line.partition(":")
+        if name == "MemAvailable":
+            return int(rest.split()[0]) * 1024
+    raise ConfigError("/proc/meminfo does not say how much memory is available: give arena= a size")

@@ -13,7 +13,7 @@ import os
 from pathlib import Path
 from types import TracebackType
 
-from stillframe.errors import FormatError, IntegrityError, NotFoundError, StorageError
+from stillframe.errors import FormatError, IntegrityError, NotFoundError, StorageError, VersionError
 from stillframe.format import limits, names
 from stillframe.format.digest import digest
 from stillframe.format.records import Manifest, RankEntry, Seal, decode_manifest, decode_seal
@@ -54,12 +54,21 @@ class Catalog:
     def step_dirs(self) -> list[int]:
         """Every step that has a directory, committed or not, oldest first."""
         try:
-            entries = os.listdir(self.root)
+            with os.scandir(self.root) as entries:
+                found = [entry.name for entry in entries if entry.is_dir()]
         except FileNotFoundError:
             return []
         except OSError as error:
             raise StorageError(f"listing {self.root}: {error}") from error
-        return sorted(step for name in entries if (step := names.parse_step_dir(name)) is not None)
+        return sorted(step for name in found if (step := names.parse_step_dir(name)) is not None)
+
+    def damaged(self) -> list[int]:
+        """Steps that were checkpoints until they were found damaged, oldest first."""
+        return [
+            step
+            for step in self.step_dirs()
+            if not self.is_committed(step) and os.path.lexists(self.dir(step) / names.DAMAGED_MANIFEST)
+        ]
 
     def is_committed(self, step: int) -> bool:
         return os.path.lexists(self.dir(step) / names.MANIFEST)
@@ -69,6 +78,8 @@ class Catalog:
 
         Tells whether it could; a root that cannot be written stays as it is.
         """
+        if self.dir(step).is_symlink():
+            return False  # what a link leads to is not this root's to change
         try:
             durable.publish(self.dir(step) / names.MANIFEST, self.dir(step) / names.DAMAGED_MANIFEST)
         except OSError:
@@ -111,14 +122,14 @@ class Checkpoint:
     def _open_manifest(self) -> Manifest:
         path = self.path / names.MANIFEST
         try:
-            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        except FileNotFoundError:
+            fd = durable.open_file(path)
+        except (FileNotFoundError, NotADirectoryError):
             known = Catalog(self.path.parent).steps()
             nearest = min(known, key=lambda step: abs(step - self.step), default=None)
             hint = "the root has no checkpoint" if nearest is None else f"the nearest is step {nearest}"
             raise NotFoundError(f"step {self.step} is not a checkpoint in {self.path.parent}; {hint}") from None
         except OSError as error:
-            raise FormatError(f"{path} cannot be opened: {error}") from error
+            raise durable.read_error(f"{path} cannot be opened", error) from error
         self._closing.callback(os.close, fd)
         with contextlib.suppress(OSError):  # no locks here: retention's unlink still leaves open files readable
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -129,7 +140,9 @@ class Checkpoint:
 
     def _only_rank(self) -> RankEntry:
         if self.manifest.world_size != 1:
-            raise FormatError(f"{self.path} was written by {self.manifest.world_size} ranks; this stillframe reads one")
+            raise VersionError(
+                f"{self.path} was written by {self.manifest.world_size} ranks; this stillframe reads one: upgrade it"
+            )
         return self.manifest.ranks[0]
 
     def _open_seal(self, entry: RankEntry) -> Seal:
@@ -147,7 +160,7 @@ class Checkpoint:
         try:
             file = ReadFile(path)
         except OSError as error:
-            raise IntegrityError(f"{path} cannot be opened: {error.strerror}") from error
+            raise durable.read_error(f"{path} cannot be opened", error) from error
         self._closing.callback(file.close)
         if file.size != self.seal.segment.bytes or file.size != entry.segment_bytes:
             raise IntegrityError(f"{path} has {file.size} bytes instead of {self.seal.segment.bytes}")
@@ -158,4 +171,4 @@ class Checkpoint:
         try:
             return durable.read_small(path, limit)
         except OSError as error:
-            raise IntegrityError(f"{path} cannot be read: {error.strerror}") from error
+            raise durable.read_error(f"{path} cannot be read", error) from error

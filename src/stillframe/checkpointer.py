@@ -221,26 +221,23 @@ class Checkpointer:
         if step is not None:
             return self._restore_step(check_step(step), state, strict, [])
         skipped: list[SkippedStep] = []
-        damage: IntegrityError | None = None
         for candidate in reversed(self._catalog.steps()):
             try:
                 return self._restore_step(candidate, state, strict, skipped)
             except IntegrityError as error:
-                damage = error
                 skipped.append(SkippedStep(candidate, str(error)))
                 is_marked = self._catalog.mark_damaged(candidate)
-                fate = (
-                    "it will not be used again" if is_marked else "it cannot be marked, since the root is not writable"
-                )
+                fate = "it will not be used again" if is_marked else "it cannot be marked: the root is not writable"
                 warnings.warn(
                     f"step {candidate} is damaged and passed over; {fate}: {error}", RuntimeWarning, stacklevel=2
                 )
         self.last_restore = RestoreReport(step=None, skipped=tuple(skipped))
-        if damage is not None:
+        damaged = sorted({*self._catalog.damaged(), *(each.step for each in skipped)})
+        if damaged:
             raise IntegrityError(
-                f"none of the {len(skipped)} checkpoints in {self._catalog.root} is whole; the state may be partly "
-                f"overwritten, so do not train on it. The last error: {damage}"
-            ) from damage
+                f"every checkpoint in {self._catalog.root} is damaged (steps {damaged}), so there is nothing to resume "
+                "from, and the state may be partly overwritten. To start afresh, use another root or remove these"
+            )
         return None
 
     def _restore_step(self, step: int, state: Any, strict: bool, skipped: list[SkippedStep]) -> int:

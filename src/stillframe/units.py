@@ -15,7 +15,7 @@ _FACTORS = {
     "k": 10**3, "kb": 10**3, "m": 10**6, "mb": 10**6, "g": 10**9, "gb": 10**9, "t": 10**12, "tb": 10**12,
     "kib": KIB, "mib": MIB, "gib": GIB, "tib": 1 << 40,
 }  # fmt: skip
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.ASCII | re.IGNORECASE)
+_SIZE = re.compile(r"\s*(\d{1,30}(?:\.\d{1,30})?)\s*([a-z]*)\s*", re.ASCII | re.IGNORECASE)
 
 
 def parse_bytes(size: int | str, what: str) -> int:

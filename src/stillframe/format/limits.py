@@ -7,7 +7,7 @@ from stillframe.units import MIB
 VERSION = 1
 MAX_HEADER_BYTES = 100_000_000
 """safetensors' own limit."""
-MAX_SEAL_BYTES = 512 * MIB
+MAX_SEAL_BYTES = 128 * MIB
 MAX_MANIFEST_BYTES = 64 * MIB
 MAX_CHUNK_BYTES = 1024 * MIB
 """A reader holds a few chunks in memory."""

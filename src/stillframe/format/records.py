@@ -164,6 +164,8 @@ def _open(kind: Kind, data: bytes, into: type[_T], file: str) -> _T:
         raise FormatError(f"{file}: {len(data)} bytes are more than the format allows")
     try:
         version = msgspec.json.decode(data, type=_Version).stillframe
+        if version < 1:
+            raise FormatError(f"{file} has format version {version}, which there never was")
         if version > limits.VERSION:
             raise VersionError(
                 f"{file} has format version {version}; this stillframe reads up to {limits.VERSION}: upgrade stillframe"
@@ -171,7 +173,8 @@ def _open(kind: Kind, data: bytes, into: type[_T], file: str) -> _T:
         envelope = msgspec.json.decode(data, type=_Envelope)
         if envelope.kind != kind:
             raise FormatError(f"{file} is a {envelope.kind!r}, not a {kind}")
-        if digest(bytes(envelope.body)) != envelope.xxh3_128:
+        is_whole = digest(bytes(envelope.body)) == envelope.xxh3_128 and msgspec.json.encode(envelope) + b"\n" == data
+        if not is_whole:
             raise FormatError(f"{file} is damaged: its checksum does not match")
         return msgspec.json.decode(envelope.body, type=into)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -199,7 +202,7 @@ def _check_seal(seal: Seal) -> None:
     if not all(map(is_digest, [segment.header, *segment.chunks])):
         raise FormatError("a checksum is malformed")
     check_shards(seal.shards, segment.data_bytes)
-    check_tree(seal.tree, len(seal.shards), len(seal.values))
+    check_tree(seal.tree, seal.shards, seal.values)
 
 
 def _check_manifest(manifest: Manifest) -> None:

@@ -29,6 +29,13 @@ ITEM_BYTES = {
 }  # fmt: skip
 
 
+NUMPY_DTYPES = {
+    "F64": "<f8", "F32": "<f4", "F16": "<f2", "C64": "<c8", "BOOL": "|b1",
+    "I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "|i1", "U64": "<u8", "U32": "<u4", "U16": "<u2", "U8": "|u1",
+}  # fmt: skip
+"""How numpy writes the dtypes that it has too."""
+
+
 class Shard(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One tensor, or one rank's part of it, in a segment; ``start`` and ``end`` count from the first data byte."""
 
@@ -71,7 +78,8 @@ def check_shards(shards: Sequence[Shard], data_bytes: int) -> None:
         item_bytes = ITEM_BYTES.get(shard.dtype)
         if item_bytes is None:
             raise FormatError(f"tensor {shard.name!r} has an unknown dtype {shard.dtype!r}")
-        if len(shard.shape) > limits.MAX_DIMENSIONS or any(size < 0 for size in shard.shape):
+        extent = math.prod(max(size, 1) for size in shard.shape[: limits.MAX_DIMENSIONS]) * item_bytes
+        if len(shard.shape) > limits.MAX_DIMENSIONS or min(shard.shape, default=0) < 0 or extent >= 1 << 63:
             raise FormatError(f"tensor {shard.name!r} has an impossible shape {shard.shape}")
         if shard.start != at or shard.start % item_bytes or shard.nbytes != math.prod(shard.shape) * item_bytes:
             raise FormatError(f"tensor {shard.name!r} does not lie where its shape puts it")

@@ -6,12 +6,14 @@ and reused; the plain values, which change, stand in a list beside it (:mod:`.va
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Union
 
 import msgspec
 
 from stillframe.errors import FormatError
 from stillframe.format import limits
+from stillframe.format.segment import NUMPY_DTYPES, Shard
 
 
 class _Node(msgspec.Struct, frozen=True, tag_field="kind", forbid_unknown_fields=True):
@@ -77,8 +79,9 @@ class ValueNode(_Node, frozen=True, tag="value"):
 Node = Union[DictNode, ListNode, TupleNode, ObjectNode, LeafNode, TensorNode, ArrayNode, ValueNode]  # noqa: UP007
 
 
-def check_tree(tree: Node, shards: int, values: int) -> None:
-    """Every index is in range and the nesting within limits; else :class:`FormatError`."""
+def check_tree(tree: Node, shards: Sequence[Shard], values: Sequence[Any]) -> None:
+    """Every index is in range, arrays have numpy's dtypes, the nesting is within limits; else :class:`FormatError`."""
+    _check_depth(values)
     stack: list[tuple[Node, int]] = [(tree, 1)]
     while stack:
         node, depth = stack.pop()
@@ -87,13 +90,29 @@ def check_tree(tree: Node, shards: int, values: int) -> None:
         if isinstance(node, DictNode):
             if len(node.keys) != len(node.items):
                 raise FormatError("a dict has more keys than items")
+            _check_depth(node.keys)
             stack.extend((item, depth + 1) for item in node.items)
         elif isinstance(node, ListNode | TupleNode):
             stack.extend((item, depth + 1) for item in node.items)
         elif isinstance(node, ObjectNode | LeafNode):
             stack.append((node.item, depth + 1))
         elif isinstance(node, ValueNode):
-            if not 0 <= node.value < values:
-                raise FormatError(f"the tree names value {node.value} of {values}")
-        elif not 0 <= node.shard < shards:
-            raise FormatError(f"the tree names shard {node.shard} of {shards}")
+            if not 0 <= node.value < len(values):
+                raise FormatError(f"the tree names value {node.value} of {len(values)}")
+        elif not 0 <= node.shard < len(shards):
+            raise FormatError(f"the tree names shard {node.shard} of {len(shards)}")
+        elif isinstance(node, ArrayNode) and NUMPY_DTYPES.get(shards[node.shard].dtype) != node.dtype:
+            raise FormatError(f"a numpy array of dtype {node.dtype!r} is stored as {shards[node.shard].dtype}")
+
+
+def _check_depth(values: Sequence[Any]) -> None:
+    """Of encoded values; their decoder is recursive."""
+    stack: list[tuple[Any, int]] = [(value, 1) for value in values]
+    while stack:
+        value, depth = stack.pop()
+        if depth > 2 * limits.MAX_DEPTH:  # a tuple takes two levels of JSON
+            raise FormatError(f"a value is nested deeper than {limits.MAX_DEPTH} levels")
+        if isinstance(value, dict):
+            stack.extend((item, depth + 1) for item in value.values())
+        elif isinstance(value, list):
+            stack.extend((item, depth + 1) for item in value if isinstance(item, list | dict))

@@ -24,7 +24,7 @@ from stillframe.format import limits
 
 TAG = "$"
 _JSON_SCALARS = {type(None), bool, int, str, float}
-_NUMPY_KINDS = "biufcSUmM"
+_NUMPY_KINDS = "biufcmM"
 _NUMPY_DTYPE = re.compile(rf"[<>|=][{_NUMPY_KINDS}]\d+(\[\w+\])?", re.ASCII)
 _MAX_INT_BITS = 8192
 
@@ -61,6 +61,8 @@ def is_plain_list(items: list[Any]) -> bool:
     kinds = set(map(type, items))
     if not kinds <= _JSON_SCALARS:
         return False
+    if str in kinds and not _is_text("".join(item for item in items if type(item) is str)):
+        return False
     if float in kinds and not all(math.isfinite(item) for item in items if type(item) is float):
         return False
     return int not in kinds or all(-(1 << 63) <= item < 1 << 63 for item in items if type(item) is int)
@@ -93,6 +95,10 @@ def encode(value: Any, depth: int = 0) -> Any:
     if isinstance(value, enum.Enum):
         return _encode_enum(value)
     if _is_numpy_scalar(kind):
+        if isinstance(value, str):
+            return {TAG: "numpy.str", "data": _checked_text(str.__str__(value))}
+        if isinstance(value, bytes):
+            return {TAG: "numpy.bytes", "data": _to_base64(bytes(value))}
         if value.dtype.kind not in _NUMPY_KINDS:
             raise Unencodable(f"a numpy scalar of dtype {value.dtype}")
         return {TAG: "numpy", "dtype": value.dtype.str, "data": _to_base64(value.tobytes())}
@@ -118,18 +124,24 @@ def _decode(data: Any) -> Any:
         raise FormatError(f"a value is tagged {tag!r}, which is unknown here")
     try:
         return decoder(data)
-    except RecursionError:
+    except (RecursionError, UnsupportedStateError):
         raise
     except (LookupError, ValueError, TypeError, AttributeError, ArithmeticError, RuntimeError, struct.error) as error:
         raise FormatError(f"a value tagged {tag!r} is malformed: {error!r}") from None
 
 
 def _checked_text(text: str) -> str:
+    if not _is_text(text):
+        raise Unencodable("a string with lone surrogates")
+    return text
+
+
+def _is_text(text: str) -> bool:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise Unencodable("a string with lone surrogates") from None
-    return text
+        return False
+    return True
 
 
 def _to_base64(data: bytes | bytearray) -> str:
@@ -149,21 +161,29 @@ def _encode_enum(value: enum.Enum) -> dict[str, Any]:
     kind = type(value)
     where = f"{kind.__module__}:{kind.__qualname__}"
     name = value.name
-    if name is None or name not in kind.__members__ or kind.__members__[name] is not value or "<" in where:
-        raise Unencodable(f"{value!r}, an enum value that its class cannot be asked for by name")
+    if name is None or kind.__members__.get(name) is not value or _find_enum(where) is not kind:
+        raise Unencodable(f"{value!r}, an enum value that cannot be found again by the name of its class and its own")
     return {TAG: "enum", "type": where, "name": name}
 
 
 def _decode_enum(data: dict[str, Any]) -> enum.Enum:
-    module, _, qualname = data["type"].partition(":")
+    where, name = data["type"], data["name"]
+    found = _find_enum(where)
+    if found is None:
+        raise UnsupportedStateError(f"the enum {where!r} is not loaded in this process: import it, then try again")
+    member = found.__members__.get(name)
+    if member is None:
+        raise UnsupportedStateError(f"the enum {where!r} has no member {name!r} any more")
+    return member
+
+
+def _find_enum(where: str) -> type[enum.Enum] | None:
+    """A loaded enum class; looked up in plain dictionaries, so that no module's or class's code runs."""
+    module, _, qualname = where.partition(":")
     found: object = sys.modules.get(module)
     for part in qualname.split("."):
-        found = getattr(found, part, None) if isinstance(found, ModuleType | type) else None
-    if not (isinstance(found, type) and issubclass(found, enum.Enum)):
-        raise UnsupportedStateError(
-            f"the enum {data['type']!r} is not loaded in this process: import it, then try again"
-        )
-    return found[data["name"]]
+        found = vars(found).get(part) if isinstance(found, ModuleType | type) else None
+    return found if isinstance(found, type) and issubclass(found, enum.Enum) else None
 
 
 def _decode_numpy(data: dict[str, Any]) -> Any:
@@ -175,7 +195,19 @@ def _decode_numpy(data: dict[str, Any]) -> Any:
     raw = _from_base64(data["data"])
     if len(raw) != dtype.itemsize:
         raise ValueError(f"{len(raw)} bytes for {dtype}")
-    return numpy.frombuffer(raw, dtype)[0] if dtype.itemsize else dtype.type()
+    return numpy.frombuffer(raw, dtype)[0]
+
+
+def _numpy_str(data: dict[str, Any]) -> Any:
+    import numpy
+
+    return numpy.str_(data["data"])
+
+
+def _numpy_bytes(data: dict[str, Any]) -> Any:
+    import numpy
+
+    return numpy.bytes_(_from_base64(data["data"]))
 
 
 def _decode_items(data: dict[str, Any]) -> list[Any]:
@@ -207,7 +239,7 @@ register_value(
 register_value(
     range,
     "range",
-    lambda value: {"items": [value.start, value.stop, value.step]},
+    lambda value: {"items": [encode(each) for each in (value.start, value.stop, value.step)]},
     lambda data: range(*_decode_items(data)),
 )
 _decoders["float"] = lambda data: struct.unpack(">d", bytes.fromhex(data["bits"]))[0]
@@ -216,3 +248,5 @@ _decoders["set"] = lambda data: set(_decode_items(data))
 _decoders["frozenset"] = lambda data: frozenset(_decode_items(data))
 _decoders["enum"] = _decode_enum
 _decoders["numpy"] = _decode_numpy
+_decoders["numpy.str"] = _numpy_str
+_decoders["numpy.bytes"] = _numpy_bytes

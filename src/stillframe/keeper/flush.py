@@ -56,6 +56,7 @@ class Flush:
         self._digests: list[str | None] = [None] * (-(-begin.data_bytes // CHUNK_BYTES))
         self._lazy: dict[int, str] = {}
         self._file: WriteFile | None = None
+        self._has_files = False
         self._opening = threading.Lock()
 
     @property
@@ -86,6 +87,7 @@ class Flush:
                         raise ExistsError(f"step {self.begin.step} is already a checkpoint in {self.dir.parent}")
                     self.dir.parent.mkdir(parents=True, exist_ok=True)
                     durable.make_dir(self.dir)
+                    self._has_files = True
                     file = WriteFile(self._partial_path, len(self._header) + self.begin.data_bytes)
                     self._file = file
                     header = aligned_buffer(len(self._header))
@@ -171,7 +173,7 @@ class Flush:
         Only if it made any: one refused because the step exists must not touch that checkpoint.
         """
         self.close()
-        if self._file is not None:
+        if self._has_files:
             for path in (self._segment_path, self._seal_path):
                 for each in (path, path.with_name(path.name + names.PARTIAL)):
                     with contextlib.suppress(OSError):

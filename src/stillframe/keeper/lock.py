@@ -46,11 +46,17 @@ class RootLock:
         self._path = root / names.lock(rank)
         self._attempt = attempt
         self._fd = -1
+        self._is_unsupported = False
         self.previous_failure = ""
 
     @property
     def is_held(self) -> bool:
         return self._fd >= 0
+
+    @property
+    def is_wanted(self) -> bool:
+        """Not held yet, on a file system that may have locks."""
+        return self._fd < 0 and not self._is_unsupported
 
     def acquire(self) -> None:
         """Blocks while a keeper whose trainer is gone finishes.
@@ -74,6 +80,7 @@ class RootLock:
             except OSError as error:
                 os.close(fd)
                 if error.errno in _NO_LOCKS:
+                    self._is_unsupported = True
                     return
                 raise
             else:

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from stillframe import errors
 from stillframe.catalog import Catalog
-from stillframe.errors import StillframeError
+from stillframe.errors import StillframeError, StorageError
 from stillframe.keeper import prune
 from stillframe.keeper.flush import Fingerprint, Flush, read_draft
 from stillframe.keeper.lock import RootLock
@@ -29,6 +29,7 @@ from stillframe.link.channel import Channel
 from stillframe.link.messages import FromKeeper, FromTrainer
 from stillframe.model import CHUNK_BYTES
 from stillframe.retention import Keep
+from stillframe.storage import durable
 
 _WRITERS = 4
 """Threads that hash and write: more than one so that the disk never waits for a hash."""
@@ -75,16 +76,22 @@ class Keeper:
     def _take_root(self) -> None:
         warning = ""
         try:
-            self._catalog.root.mkdir(parents=True, exist_ok=True)
-            self._lock.acquire()
-            if self._lock.is_held:
-                prune.sweep(self._catalog)
-        except OSError as error:
+            self._lock_root()
+        except StorageError as error:
             # A root that cannot be written can still be restored from; saves will say what is wrong.
-            warning = f"{self._catalog.root} cannot be prepared for saving: {error}"
+            warning = f"nothing can be saved for now: {error}"
         if self._lock.previous_failure:
             warning = f"the run before could not commit a staged checkpoint: {self._lock.previous_failure}"
         self._tell(messages.Ready(warning))
+
+    def _lock_root(self) -> None:
+        """The root is there and ours; tried again at each save, for a root that could not be written before."""
+        if self._lock.is_wanted:
+            with durable.storage_errors(f"locking {self._catalog.root}"):
+                self._catalog.root.mkdir(parents=True, exist_ok=True)
+                self._lock.acquire()
+                if self._lock.is_held:
+                    prune.sweep(self._catalog)
 
     # --- listening -------------------------------------------------------------------------
 
@@ -146,6 +153,7 @@ class Keeper:
         with open(fd, "rb") as file:
             header, draft = read_draft(os.pread(file.fileno(), message.header_bytes + message.draft_bytes, 0), message)
         flush = Flush(message, header, draft, self._catalog.root)
+        flush.attempt(self._lock_root)
         self._flushes[message.save] = flush
         flush.pending.append(self._writers.submit(flush.attempt, flush.open))
 

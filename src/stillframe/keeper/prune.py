@@ -26,9 +26,8 @@ def prune(catalog: Catalog, keep: Keep) -> None:
     for step in committed:
         if step not in kept:
             _remove_checkpoint(catalog.dir(step))
-    for step in catalog.step_dirs():
-        is_damaged = os.path.lexists(catalog.dir(step) / names.DAMAGED_MANIFEST)
-        if committed and step < committed[-1] and is_damaged and not catalog.is_committed(step):
+    for step in catalog.damaged():
+        if committed and step < committed[-1]:
             _remove_files(catalog.dir(step))
 
 
@@ -39,8 +38,6 @@ def sweep(catalog: Catalog) -> None:
     """
     for step in catalog.step_dirs():
         path = catalog.dir(step)
-        if path.is_symlink():
-            continue
         if catalog.is_committed(step):
             _remove_strangers(path)
         elif not os.path.lexists(path / names.DAMAGED_MANIFEST):
@@ -57,7 +54,7 @@ def _remove_checkpoint(path: Path) -> None:
 
 def _can_lock(manifest: Path) -> bool:
     try:
-        fd = os.open(manifest, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        fd = durable.open_file(manifest)
     except OSError:
         return True
     try:
@@ -72,14 +69,18 @@ def _can_lock(manifest: Path) -> bool:
 
 
 def _remove_files(path: Path) -> None:
-    for name in os.listdir(path):
-        if names.is_ours(name):
-            durable.remove(path / name)
+    if path.is_symlink():
+        return
+    for entry in list(os.scandir(path)):
+        if names.is_ours(entry.name) and not entry.is_dir(follow_symlinks=False):
+            durable.remove(Path(entry))
     durable.remove_dir(path)
 
 
 def _remove_strangers(path: Path) -> None:
     """Files of other attempts beside a committed one."""
+    if path.is_symlink():
+        return
     manifest_path = path / names.MANIFEST
     try:
         data = durable.read_small(manifest_path, limits.MAX_MANIFEST_BYTES)

@@ -232,11 +232,10 @@ class Match:
         """``load_state_dict`` would refuse these, but only after other things had been touched."""
         stored = self._groups(node)
         live = [len(group["params"]) for group in current.get("param_groups", [])]
-        if stored is None or stored == live:
+        if stored == live:
             return True
-        self.findings.mismatched.append(
-            f"{render(path)}: parameter groups of {stored} parameters in the checkpoint, of {live} in the state"
-        )
+        has = "no state of an optimizer" if stored is None else f"parameter groups of {stored} parameters"
+        self.findings.mismatched.append(f"{render(path)}: {has} in the checkpoint, groups of {live} in the state")
         return False
 
     def _groups(self, node: Node) -> list[int] | None:
@@ -250,9 +249,10 @@ class Match:
             if not isinstance(group, DictNode) or "params" not in group.keys:
                 return None
             params = group.items[group.keys.index("params")]
-            if not isinstance(params, ValueNode):
+            value = self._builder.value(params) if isinstance(params, ValueNode) else None
+            if not isinstance(value, list):
                 return None
-            counts.append(len(self._builder.value(params)))
+            counts.append(len(value))
         return counts
 
     def _adopt(self, node: Node, current: Any, path: Path, device: torch.device | None) -> Later:

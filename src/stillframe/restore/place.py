@@ -115,10 +115,11 @@ def _without_repeats(tensor: torch.Tensor) -> torch.Tensor:
 
 def _window(base: torch.Tensor, view: View, shard: Shard) -> torch.Tensor:
     dtype = _dtype(view.dtype)
-    if len(view.shape) != len(view.stride) or view.offset < 0 or min((*view.shape, *view.stride), default=0) < 0:
+    numbers = (view.offset, *view.shape, *view.stride)
+    if len(view.shape) != len(view.stride) or not all(0 <= number < 1 << 62 for number in numbers):
         raise FormatError(f"a view of {shard.name!r} is malformed")
     last = view.offset + sum((size - 1) * stride for size, stride in zip(view.shape, view.stride, strict=True))
-    if math.prod(view.shape) == 0 or (last + 1) * dtype.itemsize > shard.nbytes:
+    if not 0 < math.prod(view.shape) < 1 << 62 or (last + 1) * dtype.itemsize > shard.nbytes:
         raise FormatError(f"a view of {shard.name!r} reaches outside of it")
     return base.reshape(-1).view(torch.uint8).view(dtype).as_strided(view.shape, view.stride, view.offset)
 

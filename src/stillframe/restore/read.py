@@ -11,6 +11,7 @@ from stillframe.catalog import Checkpoint
 from stillframe.errors import IntegrityError
 from stillframe.format.digest import digest
 from stillframe.model import BLOCK_BYTES
+from stillframe.storage import durable
 from stillframe.storage.direct import aligned_buffer
 from stillframe.units import round_up
 
@@ -57,9 +58,7 @@ def read_chunk(checkpoint: Checkpoint, number: int, buffer: mmap.mmap) -> tuple[
         try:
             count = checkpoint.file.read_at(memory[: round_up(end - start, BLOCK_BYTES)], segment.data_start + start)
         except OSError as error:
-            raise IntegrityError(
-                f"{where} cannot be read: {error.strerror}{_tensors(checkpoint, start, end)}"
-            ) from error
+            raise durable.read_error(f"{where} cannot be read{_tensors(checkpoint, start, end)}", error) from error
         if count < end - start:
             raise IntegrityError(f"{where} is cut short{_tensors(checkpoint, start, end)}")
         if digest(memory[: end - start]) != segment.chunks[number]:
@@ -75,7 +74,7 @@ def check_header(checkpoint: Checkpoint) -> None:
         try:
             count = checkpoint.file.read_at(memory[: segment.data_start], 0)
         except OSError as error:
-            raise IntegrityError(f"{checkpoint.segment_path}: the header cannot be read: {error.strerror}") from error
+            raise durable.read_error(f"{checkpoint.segment_path}: the header cannot be read", error) from error
         if count < segment.data_start or digest(memory[: segment.data_start]) != segment.header:
             raise IntegrityError(f"{checkpoint.segment_path}: the header is damaged: its checksum does not match")
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from stillframe.format import values
+from stillframe.format import limits, values
 from stillframe.format.values import Unencodable
 
 DTYPE_NAMES: dict[torch.dtype, str] = {
@@ -33,6 +33,8 @@ def check_tensor(tensor: torch.Tensor) -> None:
         raise Unencodable(f"a tensor of layout {tensor.layout}; convert it with .to_dense()")
     if tensor.device.type == "meta":
         raise Unencodable("a tensor on the meta device, which has no data")
+    if tensor.dim() > limits.MAX_DIMENSIONS:
+        raise Unencodable(f"a tensor of {tensor.dim()} dimensions; the format allows {limits.MAX_DIMENSIONS}")
     if tensor.dtype not in DTYPE_NAMES:
         raise Unencodable(f"a tensor of dtype {tensor.dtype}, which safetensors cannot hold; convert it before saving")
 
@@ -44,14 +46,12 @@ def array_as_tensor(array: Any) -> torch.Tensor:
         raise Unencodable(f"a numpy array of class {type(array).__qualname__}; give a plain ndarray")
     if not array.dtype.isnative:
         raise Unencodable(f"a numpy array of dtype {array.dtype!r}, which is not in this machine's byte order")
+    # torch takes only writable memory with strides that are whole, positive numbers of items; else a copy will do,
+    # since the bytes are captured at once in any case.
+    is_odd = any(stride < 0 or stride % max(array.itemsize, 1) for stride in array.strides)
     try:
-        # Any byte pattern will do: the bytes are captured at once, and negative strides are straightened.
-        return torch.from_numpy(
-            array.copy(order="C")
-            if not array.flags.writeable or (array.size and min(array.strides, default=1) < 0)
-            else array
-        )
-    except TypeError:
+        return torch.from_numpy(array if array.flags.writeable and not is_odd else array.copy(order="C"))
+    except (TypeError, ValueError):
         raise Unencodable(f"a numpy array of dtype {array.dtype}; convert it to numbers or bytes") from None
 
 
@@ -64,12 +64,16 @@ def _dtype_from(data: dict[str, Any]) -> torch.dtype:
     return _ALL_DTYPES[data["name"]]  # only looked up: an attribute of torch may import something
 
 
+def _size_from(data: dict[str, Any]) -> torch.Size:
+    if not all(type(each) is int and 0 <= each < 1 << 63 for each in data["items"]):
+        raise ValueError(data["items"])
+    return torch.Size(data["items"])
+
+
 values.register_value(
     torch.dtype, "torch.dtype", lambda value: {"name": str(value).removeprefix("torch.")}, _dtype_from
 )
 values.register_value(
     torch.device, "torch.device", lambda value: {"name": str(value)}, lambda data: torch.device(data["name"])
 )
-values.register_value(
-    torch.Size, "torch.Size", lambda value: {"items": list(value)}, lambda data: torch.Size(data["items"])
-)
+values.register_value(torch.Size, "torch.Size", lambda value: {"items": list(value)}, _size_from)

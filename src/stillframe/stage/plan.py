@@ -24,7 +24,7 @@ from stillframe.format.values import Unencodable
 from stillframe.stage.copies import Capture, Chunk, Target, captures_of, chunks_of
 from stillframe.stage.device import Device, DeviceTable, as_bytes, as_row, is_plain
 from stillframe.stage.leaves import DTYPE_NAMES, check_tensor
-from stillframe.stage.sharing import Base, share_memory
+from stillframe.stage.sharing import Base, form_of, share_memory
 from stillframe.stage.walk import Path, TreeBuilder, Walk, refusal, render
 
 SMALL_BYTES = 64
@@ -61,17 +61,13 @@ class Plan:
         """Whether the walk found the same structure in the same memory, so that this plan serves it too."""
         if walk.tokens != self._tokens or walk.is_volatile != self._is_volatile:
             return False
-        tied: dict[tuple[object, ...], int] = {}
-        for index, (tensor, known, signature) in enumerate(
-            zip(walk.tensors, self._tensors, self._signatures, strict=True)
-        ):
-            is_loose = self._is_loose[index]
-            # The same object at the same address with the same shape: nothing else about it can have changed.
-            if tensor is known and tensor.shape == signature[1] and (is_loose or tensor.data_ptr() == signature[0]):
-                continue
-            if _signature(index, tensor, is_loose, tied) != signature:
-                return False
-        return True
+        tied: dict[object, int] = {}
+        return all(
+            tensor.layout is torch.strided and _signature(index, tensor, is_loose, tied) == signature
+            for index, (tensor, is_loose, signature) in enumerate(
+                zip(walk.tensors, self._is_loose, self._signatures, strict=True)
+            )
+        )
 
     def capture(self, walk: Walk) -> dict[Device, torch.Tensor]:
         """Copy what may change before the next update, in the order of each device's compute."""
@@ -90,19 +86,17 @@ class Plan:
         return as_row(tensor)
 
 
-def _signature(
-    index: int, tensor: torch.Tensor, is_loose: bool, tied: dict[tuple[object, ...], int]
-) -> tuple[object, ...]:
+def _signature(index: int, tensor: torch.Tensor, is_loose: bool, tied: dict[object, int]) -> tuple[object, ...]:
     """What must be equal for a tensor of a later walk to be served by the same plan.
 
     Others are known by their memory: the plan keeps that alive, so an equal address is the same memory.  A loose
     one may be a new object every time: only its form counts, and which of the other loose ones it is tied to.
     """
-    form = (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.is_conj(), tensor.is_neg())
+    form = form_of(tensor)
+    address = tensor.data_ptr()
     if not is_loose:
-        return (tensor.data_ptr(), *form)
-    first = tied.setdefault((tensor.data_ptr(), *form), index) if tensor.numel() else index
-    return (first, *form)
+        return address, form
+    return tied.setdefault((address, form), index) if tensor.numel() else index, form
 
 
 def make_plan(walk: Walk, devices: DeviceTable) -> Plan:
@@ -131,7 +125,7 @@ def make_plan(walk: Walk, devices: DeviceTable) -> Plan:
         for target in order
     ]
     captures, captured_at = captures_of(order)
-    tied: dict[tuple[object, ...], int] = {}
+    tied: dict[object, int] = {}
     is_loose = [target.index is not None and target.is_captured for target, _ in nodes]
     tensors = [
         None if is_volatile else tensor for tensor, is_volatile in zip(walk.tensors, walk.is_volatile, strict=True)

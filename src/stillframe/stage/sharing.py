@@ -41,6 +41,11 @@ class Base:
     is_volatile: bool = False
 
 
+def form_of(tensor: torch.Tensor) -> tuple[object, ...]:
+    """All that tells one tensor from another at the same address."""
+    return (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.is_conj(), tensor.is_neg())
+
+
 def share_memory(tensors: Sequence[torch.Tensor], is_volatile: Sequence[bool], names: Sequence[str]) -> list[Base]:
     """The pieces of memory to write, so that every tensor lies in exactly one of them."""
     bases: list[Base] = []
@@ -48,8 +53,7 @@ def share_memory(tensors: Sequence[torch.Tensor], is_volatile: Sequence[bool], n
     tied: dict[tuple[object, ...], list[tuple[int, View | None]]] = {}
     for index, tensor in enumerate(tensors):
         if is_volatile[index] and tensor.numel():
-            form = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
-            tied.setdefault(form, []).append((index, None))
+            tied.setdefault((tensor.data_ptr(), *form_of(tensor)), []).append((index, None))
         elif tensor.numel() == 0 or tensor.is_conj() or tensor.is_neg():
             bases.append(Base(tensor, names[index], [(index, None)], is_volatile[index]))
         else:

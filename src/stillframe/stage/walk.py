@@ -97,8 +97,11 @@ class Walk:
     def _is_parameter(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor of the module at hand lies in the memory of one of its parameters."""
         assert self._module is not None
+        if tensor.layout is not torch.strided:
+            return False
         if self._parameters is None:
-            self._parameters = {each.untyped_storage().data_ptr() for each in self._module.parameters()}
+            parameters = [each for each in self._module.parameters() if each.layout is torch.strided]
+            self._parameters = {each.untyped_storage().data_ptr() for each in parameters}
         return tensor.untyped_storage().data_ptr() in self._parameters
 
     def _dict(self, node: dict[Any, Any], is_ordered: bool) -> None:
@@ -120,9 +123,7 @@ class Walk:
             self._items(enumerate(node))
 
     def _items(self, items: Any) -> None:
-        self._depth += 1
-        if self._depth > limits.MAX_DEPTH:
-            raise _Refusal(Unencodable(f"nested deeper than {limits.MAX_DEPTH} levels; does it contain itself?"))
+        self._deeper()
         key: Any = None
         try:
             for key, item in items:  # noqa: B007 - read by the handlers below
@@ -133,6 +134,11 @@ class Walk:
         except Unencodable as reason:
             raise _Refusal(reason, key) from None
         self._depth -= 1
+
+    def _deeper(self) -> None:
+        self._depth += 1
+        if self._depth > limits.MAX_DEPTH:
+            raise Unencodable(f"nested deeper than {limits.MAX_DEPTH} levels; does it contain itself?")
 
     def _other(self, node: Any, kind: type) -> None:
         leaf = leaf_of(kind)
@@ -162,13 +168,16 @@ class Walk:
     def _within(self, node: Any, *, is_volatile: bool = False, module: torch.nn.Module | None = None) -> None:
         before = self._is_volatile, self._module, self._parameters
         self._is_volatile, self._module, self._parameters = is_volatile, module, None
-        self._depth += 1
+        self._deeper()
         self._visit(node)
         self._depth -= 1
         self._is_volatile, self._module, self._parameters = before
 
 
 def is_stateful(node: object) -> bool:
+    """Whether it is an object (not a class) with a state of its own."""
+    if isinstance(node, type):
+        return False
     return callable(getattr(node, "state_dict", None)) and callable(getattr(node, "load_state_dict", None))
 
 
@@ -242,13 +251,19 @@ class TreeBuilder:
         if kind in (_DICT, _ORDERED):
             keys = rest[0]
             items = [self._build((*path, key)) for key in keys]
-            return DictNode([_encode(key) for key in keys], items, is_ordered=kind == _ORDERED)
+            return DictNode([self._key(key, path) for key in keys], items, is_ordered=kind == _ORDERED)
         if kind == _OBJECT:
             return ObjectNode(rest[0], self._build(path))
         if kind == _LEAF:
             return LeafNode(rest[0], self._build(path))
         items = [self._build((*path, index)) for index in range(rest[0])]
         return ListNode(items) if kind == _LIST else TupleNode(items)
+
+    def _key(self, key: Any, path: Path) -> Any:
+        try:
+            return _encode(key)
+        except Unencodable as reason:
+            raise UnsupportedStateError(refusal(Unencodable(f"a dict with {reason} as a key"), path)) from None
 
     def _tensor(self, path: Path, rest: list[Any]) -> Node:
         index = len(self.tensor_paths)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from stillframe.model import BLOCK_BYTES
+from stillframe.storage.durable import open_file
 from stillframe.units import round_up
 
 O_DIRECT: Final = getattr(os, "O_DIRECT", 0)
@@ -29,14 +30,13 @@ def aligned_buffer(size: int) -> mmap.mmap:
 
 def _open(path: Path, flags: int) -> tuple[int, bool]:
     """A descriptor, and whether it is direct."""
-    flags |= os.O_NOFOLLOW | os.O_CLOEXEC
     if O_DIRECT:
         try:
-            return os.open(path, flags | O_DIRECT, 0o666), True
+            return open_file(path, flags | O_DIRECT), True
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
-    return os.open(path, flags, 0o666), False
+    return open_file(path, flags), False
 
 
 def _stop_being_direct(fd: int, error: OSError) -> bool:

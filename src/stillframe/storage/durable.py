@@ -12,10 +12,11 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-from stillframe.errors import ExistsError, StorageError
+from stillframe.errors import ExistsError, IntegrityError, StillframeError, StorageError
 
 _NO_LINKS = {errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
 _HINTS = {
@@ -26,6 +27,18 @@ _HINTS = {
     errno.EIO: "the device reports an I/O error: check the disk or the network mount",
     errno.ENOENT: "something removed the directory while it was in use",
 }
+
+
+_DAMAGE = {
+    errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EFBIG, errno.EIO, errno.EUCLEAN, errno.EBADMSG,
+}  # fmt: skip
+
+
+def read_error(doing: str, error: OSError) -> StillframeError:
+    """What a failed read means: damage, or a trouble of the moment (no descriptors, no permission) that is none."""
+    if error.errno in _DAMAGE:
+        return IntegrityError(f"{doing}: {error.strerror}")
+    return StorageError(f"{doing}: {error.strerror}; the checkpoint itself may be whole")
 
 
 @contextlib.contextmanager
@@ -43,6 +56,8 @@ def make_dir(path: Path) -> None:
     try:
         path.mkdir(parents=False)
     except FileExistsError:
+        if path.is_symlink() or not path.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, "it is there, but no directory of its own", str(path)) from None
         return
     sync_dir(path.parent)
 
@@ -89,7 +104,7 @@ def publish_new(partial: Path, final: Path) -> None:
     except OSError as error:
         if error.errno not in _NO_LINKS:
             raise
-        if final.exists():
+        if os.path.lexists(final):
             raise ExistsError(f"{final} exists already") from None
         os.rename(partial, final)
     else:
@@ -117,11 +132,23 @@ def remove_dir(path: Path) -> bool:
     return True
 
 
+def open_file(path: Path, flags: int = os.O_RDONLY) -> int:
+    """A descriptor of a regular file; a link, a directory or a pipe is refused, and none of them can make it hang."""
+    fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(errno.EISDIR, "it is not a regular file", str(path))
+    return fd
+
+
 def read_small(path: Path, limit: int) -> bytes:
     """A whole small file, refusing links and more than ``limit`` bytes; raises ``OSError``."""
-    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    with open(fd, "rb") as file:
+    fd = open_file(path)
+    try:
         size = os.fstat(fd).st_size
         if size > limit:
             raise OSError(errno.EFBIG, f"{size} bytes are more than the {limit} allowed", str(path))
-        return file.read(limit)
+        with open(fd, "rb", closefd=False) as file:
+            return file.read(limit)
+    finally:
+        os.close(fd)

@@ -112,7 +112,7 @@ class Checkpointer:
         self._check_open("save")
         self._raise_failures()
         step = check_step(step)
-        if step in self._known_steps():
+        if step in self._known_steps() and self._is_taken(step):
             raise ExistsError(
                 f"step {step} is already a checkpoint in {self._catalog.root}, or is being saved right now"
             )
@@ -299,6 +299,10 @@ class Checkpointer:
         if self._known is None:
             self._known = set(self._catalog.steps())
         return self._known
+
+    def _is_taken(self, step: int) -> bool:
+        """Whether a step that was a checkpoint or a save of ours still is one: retention may have removed it."""
+        return self._catalog.is_committed(step) or any(save.step == step for save in self._ledger.in_flight)
 
     def _before_wait(self) -> None:
         if self._audit:

@@ -85,7 +85,7 @@ def check_tree(tree: Node, shards: Sequence[Shard], values: Sequence[Any]) -> No
     stack: list[tuple[Node, int]] = [(tree, 1)]
     while stack:
         node, depth = stack.pop()
-        if depth > limits.MAX_DEPTH:
+        if depth > limits.MAX_DEPTH and not isinstance(node, TensorNode | ArrayNode | ValueNode):
             raise FormatError(f"the state is nested deeper than {limits.MAX_DEPTH} levels")
         if isinstance(node, DictNode):
             if len(node.keys) != len(node.items):

@@ -176,13 +176,12 @@ class Keeper:
         flush.attempt(lambda: self._seal_and_commit(save, flush))
         if flush.error is not None:
             self._fail(save, flush)
+        else:
+            committed_s = time.monotonic()
+            self._prune()
+            self._tell(messages.Committed(save, committed_s))  # only now: who has waited sees what the policy keeps
         flush.close()
         del self._flushes[save]
-        if flush.error is None and self._keep != Keep():
-            try:
-                prune.prune(self._catalog, self._keep)
-            except (OSError, StillframeError) as error:
-                self._tell(messages.Notice(f"old checkpoints could not be removed: {error}"))
 
     def _seal_and_commit(self, save: int, flush: Flush) -> None:
         entry = flush.seal()
@@ -191,7 +190,13 @@ class Keeper:
         self._previous = fingerprint
         self._tell(messages.Sealed(save, time.monotonic(), is_unchanged))
         flush.commit([entry])
-        self._tell(messages.Committed(save, time.monotonic()))
+
+    def _prune(self) -> None:
+        if self._keep != Keep():
+            try:
+                prune.prune(self._catalog, self._keep)
+            except (OSError, StillframeError) as error:
+                self._tell(messages.Notice(f"old checkpoints could not be removed: {error}"))
 
     def _abandon(self, save: int) -> None:
         """A save that will not be staged: drop it, unless it is finishing already."""

@@ -77,7 +77,10 @@ class Match:
         if isinstance(node, LeafNode):
             return self._set(self._built(node, path), live, path, is_settable)
         if is_stateful(live):
-            return self._object(node.item if isinstance(node, ObjectNode) else node, live, path)
+            if isinstance(node, ObjectNode | DictNode):
+                return self._object(node.item if isinstance(node, ObjectNode) else node, live, path)
+            self._differ(node, live, path)
+            return lambda: live
         if isinstance(node, ObjectNode):
             return self._match(node.item, live, path, is_settable)
         if isinstance(node, TensorNode):
@@ -94,10 +97,13 @@ class Match:
         if isinstance(node, TupleNode) and isinstance(live, tuple) and len(live) == len(node.items):
             return self._tuple(node, live, path, is_settable)
         if has_live_parts(node) or _has_live_parts(live):
-            kinds = f"a {_kind(node)} in the checkpoint, a {type(live).__name__} in the state"
-            self.findings.mismatched.append(f"{render(path)}: {kinds}")
+            self._differ(node, live, path)
             return lambda: live
         return self._set(self._built(node, path), live, path, is_settable)
+
+    def _differ(self, node: Node, live: Any, path: Path) -> None:
+        kinds = f"a {_kind(node)} in the checkpoint, a {type(live).__name__} in the state"
+        self.findings.mismatched.append(f"{render(path)}: {kinds}")
 
     def _set(self, later: Later, live: Any, path: Path, is_settable: bool) -> Later:
         """A value that takes the place of ``live``, in the same list or dict object if it is one."""
@@ -134,15 +140,16 @@ class Match:
 
     def _array(self, node: ArrayNode, live: Any, path: Path, is_settable: bool) -> Later:
         later = self._builder.array(node)
+        _, shape = self.placement.form(TensorNode(node.shard))
+        fits = is_array(live) and live.dtype.str == node.dtype and live.shape == shape and live.flags.writeable
+        if not fits:
+            return self._set(later, live, path, is_settable)
 
-        def apply() -> Any:
-            array = later()
-            if is_array(live) and live.dtype == array.dtype and live.shape == array.shape and live.flags.writeable:
-                live[...] = array
-                return live
-            return array
+        def fill() -> Any:
+            live[...] = later()
+            return live
 
-        return apply if is_array(live) else self._set(apply, live, path, is_settable)
+        return fill
 
     def _dict(self, node: DictNode, live: dict[Any, Any], path: Path) -> Later:
         stored = dict(zip(self._builder.keys(node), node.items, strict=True))

@@ -121,7 +121,8 @@ def _window(base: torch.Tensor, view: View, shard: Shard) -> torch.Tensor:
     last = view.offset + sum((size - 1) * stride for size, stride in zip(view.shape, view.stride, strict=True))
     if not 0 < math.prod(view.shape) < 1 << 62 or (last + 1) * dtype.itemsize > shard.nbytes:
         raise FormatError(f"a view of {shard.name!r} reaches outside of it")
-    return base.reshape(-1).view(torch.uint8).view(dtype).as_strided(view.shape, view.stride, view.offset)
+    window = torch.empty(0, dtype=dtype, device=base.device)
+    return window.set_(base.untyped_storage(), view.offset, view.shape, view.stride)
 
 
 def _dtype(name: str) -> torch.dtype:

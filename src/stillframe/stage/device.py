@@ -59,7 +59,8 @@ class Device(Protocol):
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """A plain contiguous tensor as one row of bytes, sharing memory."""
-    return tensor.detach().reshape(-1).view(torch.uint8)
+    # Not reshape(-1): a single item counts as contiguous whatever its stride, and keeps that stride.
+    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def is_plain(tensor: torch.Tensor) -> bool:

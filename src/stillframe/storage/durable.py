@@ -109,7 +109,12 @@ def publish_new(partial: Path, final: Path) -> None:
         os.rename(partial, final)
     else:
         os.unlink(partial)
-    sync_dir(final.parent)
+    try:
+        sync_dir(final.parent)
+    except OSError:
+        # It may or may not survive: take it back, so that a failure is a failure for everybody.
+        remove(final)
+        raise
 
 
 def remove(path: Path) -> None:

@@ -124,19 +124,32 @@ class Checkpoint:
         try:
             fd = durable.open_file(path)
         except (FileNotFoundError, NotADirectoryError):
-            known = Catalog(self.path.parent).steps()
-            nearest = min(known, key=lambda step: abs(step - self.step), default=None)
-            hint = "the root has no checkpoint" if nearest is None else f"the nearest is step {nearest}"
-            raise NotFoundError(f"step {self.step} is not a checkpoint in {self.path.parent}; {hint}") from None
+            raise self._not_found() from None
         except OSError as error:
             raise durable.read_error(f"{path} cannot be opened", error) from error
         self._closing.callback(os.close, fd)
-        with contextlib.suppress(OSError):  # no locks here: retention's unlink still leaves open files readable
+        try:
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        manifest = decode_manifest(self._read(path, limits.MAX_MANIFEST_BYTES), file=str(path))
+        except BlockingIOError:
+            raise self._not_found() from None  # retention is just removing it
+        except OSError:
+            pass  # no locks here: retention's unlink still leaves open files readable
+        if os.fstat(fd).st_nlink == 0:
+            raise self._not_found()
+        try:
+            data = durable.read_open(fd, limits.MAX_MANIFEST_BYTES)
+        except OSError as error:
+            raise durable.read_error(f"{path} cannot be read", error) from error
+        manifest = decode_manifest(data, file=str(path))
         if manifest.step != self.step:
             raise FormatError(f"{path} is the manifest of step {manifest.step}")
         return manifest
+
+    def _not_found(self) -> NotFoundError:
+        known = Catalog(self.path.parent).steps()
+        nearest = min(known, key=lambda step: abs(step - self.step), default=None)
+        hint = "the root has no checkpoint" if nearest is None else f"the nearest is step {nearest}"
+        return NotFoundError(f"step {self.step} is not a checkpoint in {self.path.parent}; {hint}")
 
     def _only_rank(self) -> RankEntry:
         if self.manifest.world_size != 1:
@@ -147,7 +160,10 @@ class Checkpoint:
 
     def _open_seal(self, entry: RankEntry) -> Seal:
         path = self.path / entry.seal
-        data = self._read(path, limits.MAX_SEAL_BYTES)
+        try:
+            data = durable.read_small(path, limits.MAX_SEAL_BYTES)
+        except OSError as error:
+            raise durable.read_error(f"{path} cannot be read", error) from error
         if digest(data) != entry.seal_digest:
             raise IntegrityError(f"{path} is damaged: its checksum is not the one in the manifest")
         seal = decode_seal(data, file=str(path))
@@ -165,10 +181,3 @@ class Checkpoint:
         if file.size != self.seal.segment.bytes or file.size != entry.segment_bytes:
             raise IntegrityError(f"{path} has {file.size} bytes instead of {self.seal.segment.bytes}")
         return file
-
-    @staticmethod
-    def _read(path: Path, limit: int) -> bytes:
-        try:
-            return durable.read_small(path, limit)
-        except OSError as error:
-            raise durable.read_error(f"{path} cannot be read", error) from error

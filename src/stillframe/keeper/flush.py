@@ -43,9 +43,12 @@ class Fingerprint:
 
 
 class Flush:
-    """Thread: chunks from any; :meth:`seal` and :meth:`commit` once, after all of them."""
+    """Thread: chunks from any; :meth:`seal` and :meth:`commit` once, after all of them.
 
-    def __init__(self, begin: Begin, header: bytes, draft: SealDraft, root: Path) -> None:
+    ``tidying`` is held while directories are made or removed: a step may be saved again that is just being pruned.
+    """
+
+    def __init__(self, begin: Begin, header: bytes, draft: SealDraft, root: Path, tidying: threading.Lock) -> None:
         self.begin = begin
         self.draft = draft
         self.error: Exception | None = None
@@ -58,6 +61,7 @@ class Flush:
         self._file: WriteFile | None = None
         self._has_files = False
         self._opening = threading.Lock()
+        self._tidying = tidying
 
     @property
     def _segment_path(self) -> Path:
@@ -82,7 +86,7 @@ class Flush:
     def open(self) -> WriteFile:
         with self._opening:
             if self._file is None:
-                with durable.storage_errors(f"creating {self._partial_path}"):
+                with durable.storage_errors(f"creating {self._partial_path}"), self._tidying:
                     if (self.dir / names.MANIFEST).exists():
                         raise ExistsError(f"step {self.begin.step} is already a checkpoint in {self.dir.parent}")
                     self.dir.parent.mkdir(parents=True, exist_ok=True)

@@ -12,6 +12,7 @@ import os
 import select
 import signal
 import socket
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -51,6 +52,7 @@ class Keeper:
         self._arena: memoryview | None = None
         self._flushes: dict[int, Flush] = {}
         self._previous: Fingerprint | None = None
+        self._tidying = threading.Lock()
         self._writers = ThreadPoolExecutor(_WRITERS, "stillframe-flush")
         self._finisher = ThreadPoolExecutor(1, "stillframe-finish")
 
@@ -152,7 +154,7 @@ class Keeper:
     def _begin(self, message: messages.Begin, fd: int) -> None:
         with open(fd, "rb") as file:
             header, draft = read_draft(os.pread(file.fileno(), message.header_bytes + message.draft_bytes, 0), message)
-        flush = Flush(message, header, draft, self._catalog.root)
+        flush = Flush(message, header, draft, self._catalog.root, self._tidying)
         flush.attempt(self._lock_root)
         self._flushes[message.save] = flush
         flush.pending.append(self._writers.submit(flush.attempt, flush.open))
@@ -194,7 +196,8 @@ class Keeper:
     def _prune(self) -> None:
         if self._keep != Keep():
             try:
-                prune.prune(self._catalog, self._keep)
+                with self._tidying:
+                    prune.prune(self._catalog, self._keep)
             except (OSError, StillframeError) as error:
                 self._tell(messages.Notice(f"old checkpoints could not be removed: {error}"))
 

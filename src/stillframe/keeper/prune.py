@@ -7,8 +7,10 @@ stays until the next time.  Only files whose names are stillframe's are ever rem
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 from stillframe.catalog import Catalog
@@ -45,27 +47,32 @@ def sweep(catalog: Catalog) -> None:
 
 
 def _remove_checkpoint(path: Path) -> None:
-    if path.is_symlink() or not _can_lock(path / names.MANIFEST):
+    if path.is_symlink():
         return
-    durable.remove(path / names.MANIFEST)
-    durable.sync_dir(path)
-    _remove_files(path)
+    with _exclusive(path / names.MANIFEST) as is_free:
+        if is_free:
+            durable.remove(path / names.MANIFEST)
+            durable.sync_dir(path)
+            _remove_files(path)
 
 
-def _can_lock(manifest: Path) -> bool:
+@contextlib.contextmanager
+def _exclusive(manifest: Path) -> Iterator[bool]:
+    """Holds the manifest's lock, so that nobody begins to read what is going; tells whether it could be had."""
     try:
         fd = durable.open_file(manifest)
     except OSError:
-        return True
+        yield True  # nobody can read it either
+        return
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True
+        is_free = True
+    except OSError as error:
+        is_free = not isinstance(error, BlockingIOError)
+    try:
+        yield is_free
     finally:
         os.close(fd)
-    return True
 
 
 def _remove_files(path: Path) -> None:

@@ -1,7 +1,8 @@
 """Memory that several tensors share is written once.
 
 Tensors of the same form at the same address are one.  Stable tensors whose memory overlaps are written as
-the one that covers the others, or else as the stretch of memory they span; the others are views of it.
+the one that covers the others, or else as the stretch of memory they span; the others are views of it.  Only
+where that stretch is mostly gaps (``x[::8]`` beside ``x[::4]``) is each written by itself, and the tie is lost.
 Volatile tensors may be new objects at every save: they are tied only if they are exactly alike.
 """
 

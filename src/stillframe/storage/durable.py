@@ -150,10 +150,15 @@ def read_small(path: Path, limit: int) -> bytes:
     """A whole small file, refusing links and more than ``limit`` bytes; raises ``OSError``."""
     fd = open_file(path)
     try:
-        size = os.fstat(fd).st_size
-        if size > limit:
-            raise OSError(errno.EFBIG, f"{size} bytes are more than the {limit} allowed", str(path))
-        with open(fd, "rb", closefd=False) as file:
-            return file.read(limit)
+        return read_open(fd, limit)
     finally:
         os.close(fd)
+
+
+def read_open(fd: int, limit: int) -> bytes:
+    """The same of a file that is open already, from its start."""
+    size = os.fstat(fd).st_size
+    if size > limit:
+        raise OSError(errno.EFBIG, f"{size} bytes are more than the {limit} allowed")
+    with open(fd, "rb", closefd=False) as file:
+        return file.read(limit)

@@ -1,0 +1,76 @@
+"""What the documents show really runs, and what they name really exists."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import stillframe
+from tests.support import make_model
+
+REPOSITORY = Path(__file__).resolve().parent.parent.parent
+README = (REPOSITORY / "README.md").read_text()
+BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+
+
+def names(model: torch.nn.Module, steps: int) -> dict[str, Any]:
+    """What the README's loop takes for granted."""
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def train_forward_backward(_: object) -> Any:
+        loss = model(torch.randn(4, 32)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        return loss
+
+    return {
+        "model": model, "optimizer": optimizer, "steps": steps, "loader_state": {"position": 0},
+        "scheduler": torch.optim.lr_scheduler.ConstantLR(optimizer), "train_forward_backward": train_forward_backward,
+    }  # fmt: skip
+
+
+def test_the_loop_of_the_readme_trains_and_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    exec(BLOCKS[0], names(make_model(), 3))
+    assert stillframe.Catalog("runs/gpt").latest() == 3
+    second = names(make_model(), 5)
+    exec(BLOCKS[0], second)
+    assert second["start"] == 3
+    assert stillframe.Catalog("runs/gpt").steps() == [3, 4, 5]
+
+
+def test_the_everyday_lines_of_the_readme_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    class Vocabulary:
+        pass
+
+    model = make_model()
+    state = {"model": model}
+    with stillframe.Checkpointer("runs/gpt") as checkpointer:
+        checkpointer.save(1000, state).wait()
+        scope = {
+            "stillframe": stillframe, "checkpointer": checkpointer, "state": state, "step": 1001, "root": "other",
+            "Vocabulary": Vocabulary, "encode": vars, "decode": Vocabulary,
+        }  # fmt: skip
+        lines = BLOCKS[1].replace("stillframe.Checkpointer(root", "made = stillframe.Checkpointer(root")
+        exec(lines, scope)
+        made = scope["made"]
+        assert isinstance(made, stillframe.Checkpointer)
+        made.close()
+
+
+def test_every_file_and_target_that_a_document_names_exists() -> None:
+    makefile = (REPOSITORY / "Makefile").read_text()
+    for path in [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *(REPOSITORY / "docs").glob("*.md")]:
+        text = path.read_text()
+        for name in re.findall(r"\]\(([\w./-]+\.(?:md|png))\)", text):
+            assert (path.parent / name).exists(), f"{path.name} links to {name}"
+        for name in re.findall(r"`((?:tests|benchmarks|demo|docs)/[\w./]+)`", text):
+            assert (REPOSITORY / name).exists(), f"{path.name} names {name}"
+        for target in re.findall(r"`make (\w+)`", text):
+            assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"{path.name} names make {target}"

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import multiprocessing.util
 import os
 import secrets
 import time
@@ -20,7 +21,14 @@ from typing import Any, Literal
 import msgspec
 
 from stillframe.catalog import Catalog
-from stillframe.errors import ConfigError, DeadlineError, ExistsError, IntegrityError, StillframeError
+from stillframe.errors import (
+    ConfigError,
+    DeadlineError,
+    ExistsError,
+    IntegrityError,
+    KeeperError,
+    StillframeError,
+)
 from stillframe.format.records import SealDraft, check_draft
 from stillframe.link.process import KeeperConfig
 from stillframe.link.sizing import auto_arena, fixed_arena
@@ -40,6 +48,7 @@ from stillframe.units import parse_bytes
 logger = logging.getLogger("stillframe")
 
 _EXIT_S = 60.0
+_GRACE_S = 1.0
 
 
 class Checkpointer:
@@ -90,10 +99,18 @@ class Checkpointer:
         )
         self._ledger = Ledger(self._before_wait)
         self._keepers = Keepers(config, self._ledger, self._saves_failed)
+        try:
+            self._keepers.start()
+        except BaseException:
+            if fixed is not None:
+                fixed.close()
+            raise
         self._stager = Stager(self._ledger, self._keepers, auto_arena, fixed, self._saves_failed)
-        self._keepers.start()
         self._fence = OptimizerFence(self._stager.fence)
         atexit.register(self._at_exit)
+        if multiprocessing.parent_process() is not None:
+            # A child of multiprocessing leaves by os._exit and runs only what is registered here.
+            multiprocessing.util.Finalize(None, self._at_exit, exitpriority=100)
 
     # --- saving ----------------------------------------------------------------------------
 
@@ -135,11 +152,16 @@ class Checkpointer:
             return self._ledger.skip(step, began)
         captured = plan.capture(walk)
         marks = [(device, device.mark()) for device in plan.devices]
+        audit = Audit(plan, step) if self._audit else None
+        if audit is not None:
+            self._stager.begin_audit(audit, marks)
         save = self._ledger.begin(step, plan.data_bytes, began)
-        self._known_steps().add(step)
-        job = Job(save, plan, draft, captured, marks, Audit(plan, step) if self._audit else None)
-        self._stager.begin_audit(job)
-        self._stager.submit(job)
+        try:
+            self._known_steps().add(step)
+            self._stager.submit(Job(save, plan, draft, captured, marks, audit))
+        except BaseException as error:  # Ctrl-C just here: a save that nobody stages must not be waited for
+            self._ledger.fail(save.number, KeeperError(f"it was interrupted: {error!r}"))
+            raise
         self._ledger.returned(save, plan.captured_bytes, time.monotonic() - began)
         return save
 
@@ -158,6 +180,7 @@ class Checkpointer:
         Without a timeout it waits as long as the keeper makes progress.
         Raises: the error of a save that failed; :class:`DeadlineError`.
         """
+        self._check_process("wait")
         self._ledger.wait_all(phase, timeout_s)
         self._raise_failures()
 
@@ -185,7 +208,7 @@ class Checkpointer:
     def _release(self, timeout_s: float | None) -> None:
         """Everything this process holds; what is staged is the keeper's affair from here on."""
         self._fence.remove()
-        self._stager.stop()
+        self._stager.stop(None if timeout_s is None else max(timeout_s, _GRACE_S))
         self._keepers.close(timeout_s)
         self._plan = None
         if self._stager.arena is not None:
@@ -199,6 +222,9 @@ class Checkpointer:
                 self._ledger.wait_all("staged", _EXIT_S)
             except StillframeError as error:
                 logger.warning("at exit: %s", error)
+            for save in self._ledger.take_untold():
+                if self._on_error == "raise":
+                    logger.warning("saving step %d failed, and nobody was told: %s", save.step, save.error)
             self._fence.remove()
 
     # --- restoring -------------------------------------------------------------------------
@@ -289,6 +315,9 @@ class Checkpointer:
     def _check_open(self, doing: str) -> None:
         if self._is_closed:
             raise ConfigError(f"{doing}: this checkpointer is closed; make another")
+        self._check_process(doing)
+
+    def _check_process(self, doing: str) -> None:
         if os.getpid() != self._owner_pid:
             raise ConfigError(
                 f"{doing}: this checkpointer belongs to process {self._owner_pid}, not to its forked child"
@@ -310,9 +339,10 @@ class Checkpointer:
 
     def _saves_failed(self, saves: list[Save]) -> None:
         """Called from any thread, once for each failure."""
+        known = self._known
         for save in saves:
-            if self._known is not None:
-                self._known.discard(save.step)
+            if known is not None:
+                known.discard(save.step)
             if self._on_error == "warn":
                 logger.warning("saving step %d failed; training goes on: %s", save.step, save.error)
 

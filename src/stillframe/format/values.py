@@ -15,6 +15,7 @@ import pathlib
 import re
 import struct
 import sys
+from collections import Counter
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -49,7 +50,7 @@ def is_value(kind: type) -> bool:
     """Whether exact instances of this type are encoded here, as leaves."""
     return (
         kind in _JSON_SCALARS
-        or kind in (set, frozenset)
+        or kind in (set, frozenset, Counter)
         or kind in _encoders
         or issubclass(kind, enum.Enum)
         or _is_numpy_scalar(kind)
@@ -89,6 +90,8 @@ def encode(value: Any, depth: int = 0) -> Any:
         return {TAG: "tuple", "items": [encode(item, depth + 1) for item in value]}
     if kind in (set, frozenset):
         return {TAG: kind.__name__, "items": sorted((encode(item, depth + 1) for item in value), key=repr)}
+    if kind is Counter:  # MultiStepLR keeps its milestones in one
+        return {TAG: "counter", "items": [[encode(key), encode(count)] for key, count in value.items()]}
     if kind in _encoders:
         tag, encoder = _encoders[kind]
         return {TAG: tag, **encoder(value)}
@@ -246,6 +249,7 @@ _decoders["float"] = lambda data: struct.unpack(">d", bytes.fromhex(data["bits"]
 _decoders["tuple"] = lambda data: tuple(_decode_items(data))
 _decoders["set"] = lambda data: set(_decode_items(data))
 _decoders["frozenset"] = lambda data: frozenset(_decode_items(data))
+_decoders["counter"] = lambda data: Counter(dict(_decode_items(data)))
 _decoders["enum"] = _decode_enum
 _decoders["numpy"] = _decode_numpy
 _decoders["numpy.str"] = _numpy_str

@@ -89,7 +89,7 @@ class Flush:
                 with durable.storage_errors(f"creating {self._partial_path}"), self._tidying:
                     if (self.dir / names.MANIFEST).exists():
                         raise ExistsError(f"step {self.begin.step} is already a checkpoint in {self.dir.parent}")
-                    self.dir.parent.mkdir(parents=True, exist_ok=True)
+                    durable.make_dirs(self.dir.parent)
                     durable.make_dir(self.dir)
                     self._has_files = True
                     file = WriteFile(self._partial_path, len(self._header) + self.begin.data_bytes)

@@ -53,13 +53,14 @@ class Keeper:
         self._flushes: dict[int, Flush] = {}
         self._previous: Fingerprint | None = None
         self._tidying = threading.Lock()
+        self._failure = ""
         self._writers = ThreadPoolExecutor(_WRITERS, "stillframe-flush")
         self._finisher = ThreadPoolExecutor(1, "stillframe-finish")
 
     def run(self) -> int:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, lambda *_: self._close())
+        # SIGTERM too: it often goes to a whole job, whose trainer may still save.  The trainer's end is what counts.
+        for ignored in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
+            signal.signal(ignored, signal.SIG_IGN)
         try:
             self._take_root()
         except (StillframeError, OSError) as error:
@@ -71,9 +72,6 @@ class Keeper:
         self._writers.shutdown()
         self._finisher.shutdown()
         return 0
-
-    def _close(self) -> None:
-        self._is_closing = True
 
     def _take_root(self) -> None:
         warning = ""
@@ -90,7 +88,7 @@ class Keeper:
         """The root is there and ours; tried again at each save, for a root that could not be written before."""
         if self._lock.is_wanted:
             with durable.storage_errors(f"locking {self._catalog.root}"):
-                self._catalog.root.mkdir(parents=True, exist_ok=True)
+                durable.make_dirs(self._catalog.root)
                 self._lock.acquire()
                 if self._lock.is_held:
                     prune.sweep(self._catalog)
@@ -113,7 +111,7 @@ class Keeper:
     def _orphaned(self) -> None:
         if not self._is_orphan:
             self._is_orphan = True
-            self._lock.note("finishing")
+            self._lock.note("finishing", self._failure)
 
     def _receive(self) -> bool:
         """Take every waiting message; tells whether there was any."""
@@ -180,6 +178,7 @@ class Keeper:
             self._fail(save, flush)
         else:
             committed_s = time.monotonic()
+            self._note("")
             self._prune()
             self._tell(messages.Committed(save, committed_s))  # only now: who has waited sees what the policy keeps
         flush.close()
@@ -218,9 +217,14 @@ class Keeper:
         assert flush.error is not None
         flush.discard()
         kind, message = errors.to_record(flush.error)
-        if self._is_orphan:
-            self._lock.note("finishing", f"step {flush.begin.step}: {message}")
+        self._note(f"step {flush.begin.step}: {message}")
         self._tell(messages.Failed(save, kind, message))
+
+    def _note(self, failure: str) -> None:
+        """Keep the last failure in the lock's file until a save succeeds: there may be no trainer left to be told."""
+        if failure != self._failure:
+            self._failure = failure
+            self._lock.note("finishing" if self._is_orphan else "training", failure)
 
     def _tell(self, message: FromKeeper) -> None:
         """Send to the trainer while there is one; never wait for one that is gone."""

@@ -10,6 +10,7 @@ than the copy itself (3 s per GiB were seen on a fresh virtual machine).
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import mmap
@@ -61,7 +62,11 @@ class Arena:
             span = self._free.popleft()
             self._lent.add(span)
             self._filling.add(span)
-        self.touch(span)
+        try:
+            self.touch(span)
+        except MemoryError:
+            self.give_back(span)
+            raise
         return span
 
     def give_back(self, span: int) -> None:
@@ -94,9 +99,13 @@ class Arena:
         """Fault in one span that never was used; tells whether there was one."""
         with self._changed:
             span = next((span for span in self._free if span in self._untouched), None)
-        if span is not None:
+        if span is None:
+            return False
+        try:
             self.touch(span)
-        return span is not None
+        except MemoryError:
+            return False  # whoever takes it will be told
+        return True
 
     def touch(self, span: int) -> None:
         if span not in self._untouched:
@@ -110,7 +119,9 @@ class Arena:
         self._untouched.discard(span)
 
     def close(self) -> None:
-        """The memory goes when the last mapping and the keeper's descriptor do."""
+        """The memory goes when the last view of it and the keeper's descriptor do."""
         fd, self.fd = self.fd, -1
         if fd >= 0:
             os.close(fd)
+            with contextlib.suppress(BufferError):  # a tensor still looks at it: then it goes with that
+                self.memory.close()

@@ -9,7 +9,9 @@ held open by a keeper that outlives it.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import os
 import select
 import signal
@@ -26,6 +28,8 @@ import stillframe
 from stillframe.errors import ConfigError, KeeperError
 from stillframe.link.channel import Channel
 from stillframe.link.messages import FromKeeper, FromTrainer
+
+logger = logging.getLogger("stillframe")
 
 _BOOTSTRAP = (
     "import json, sys; config = json.loads(sys.argv[2]); sys.path[:] = config.pop('path');"
@@ -74,9 +78,12 @@ class KeeperProcess:
         trainer = os.pidfd_open(os.getpid())
         try:
             self._process = self._start(config, theirs.fileno(), trainer)
-        except OSError as error:
+        except BaseException as error:
             ours.close()
-            raise KeeperError(f"the keeper could not be started with {sys.executable!r}: {error}") from error
+            os.close(self._errors)
+            if isinstance(error, OSError):
+                raise KeeperError(f"the keeper could not be started with {sys.executable!r}: {error}") from error
+            raise
         finally:
             theirs.close()
             os.close(trainer)
@@ -110,6 +117,11 @@ class KeeperProcess:
         """From now on its end is not a failure."""
         self._is_closing = True
 
+    def hang_up(self) -> None:
+        """End the conversation; a thread that is blocked in :meth:`send` wakes with an error."""
+        with contextlib.suppress(OSError):
+            self._channel.socket.shutdown(socket.SHUT_RDWR)
+
     def kill(self) -> None:
         self._process.send_signal(signal.SIGKILL)
 
@@ -123,6 +135,7 @@ class KeeperProcess:
         if is_silent:
             # Its storage hangs, perhaps for ever: do not wait for it to die.
             self.kill()
+            self.hang_up()
             error = KeeperError(
                 f"the keeper (pid {self.pid}) made no progress for {STALL_S:g} s: does the storage hang?"
             )
@@ -154,7 +167,10 @@ class KeeperProcess:
                 continue  # it went with our messages unread; what it sent before is queued behind this
             if received is None:
                 return False
-            self._on_message(received[0])
+            try:
+                self._on_message(received[0])
+            except Exception:  # a log handler that raises, say: later news must not be lost because of it
+                logger.exception("news from the keeper met an unexpected error")
             if not self._is_awaited() and not poll.poll(0):
                 # Each waking takes the GIL from the training loop: unless somebody waits, let news gather.
                 time.sleep(_GATHER_S)

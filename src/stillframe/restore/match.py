@@ -8,6 +8,7 @@ tensors where they fit and of new ones where it has none yet (an optimizer befor
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -67,6 +68,7 @@ class Match:
         self.placement = Placement(checkpoint)
         self._builder = Builder(checkpoint, self.placement)
         self._apply = self._match(checkpoint.seal.tree, state, (), False)
+        self.findings.mismatched += self.placement.conflicts()
 
     def apply(self) -> None:
         """Put values back into their holders and hand objects their state dicts; after the placement is filled."""
@@ -75,7 +77,7 @@ class Match:
     def _match(self, node: Node, live: Any, path: Path, is_settable: bool) -> Later:
         """What the holder of ``live`` should hold when all is filled; ``live`` itself where it is kept."""
         if isinstance(node, LeafNode):
-            return self._set(self._built(node, path), live, path, is_settable)
+            return self._set(node, live, path, is_settable)
         if is_stateful(live):
             if isinstance(node, ObjectNode | DictNode):
                 return self._object(node.item if isinstance(node, ObjectNode) else node, live, path)
@@ -99,28 +101,31 @@ class Match:
         if has_live_parts(node) or _has_live_parts(live):
             self._differ(node, live, path)
             return lambda: live
-        return self._set(self._built(node, path), live, path, is_settable)
+        return self._set(node, live, path, is_settable)
 
     def _differ(self, node: Node, live: Any, path: Path) -> None:
         kinds = f"a {_kind(node)} in the checkpoint, a {type(live).__name__} in the state"
         self.findings.mismatched.append(f"{render(path)}: {kinds}")
 
-    def _set(self, later: Later, live: Any, path: Path, is_settable: bool) -> Later:
-        """A value that takes the place of ``live``, in the same list or dict object if it is one."""
-        if not is_settable and not isinstance(live, list | dict):
+    def _set(self, node: Node, live: Any, path: Path, is_settable: bool) -> Later:
+        """A value that takes the place of ``live``; a list goes into the same list object."""
+        later = self._built(node, path)
+        is_list = isinstance(node, ListNode) or (
+            isinstance(node, ValueNode) and isinstance(self._builder.value(node), list)
+        )
+        if isinstance(live, list) and is_list:
+
+            def fill() -> Any:
+                live[:] = later()
+                return live
+
+            return fill
+        if not is_settable:
             self.findings.mismatched.append(
                 f"{render(path) or 'the state'}: a plain value that is held by nothing a value can be put back into; "
                 "hold it in a dict or a list"
             )
-
-        def apply() -> Any:
-            value = later()
-            if isinstance(live, list) and isinstance(value, list):
-                live[:] = value
-                return live
-            return value
-
-        return apply
+        return later
 
     def _built(self, node: Node, path: Path) -> Later:
         later = self._builder.build(node, path)
@@ -130,7 +135,7 @@ class Match:
     def _tensor(self, node: TensorNode, live: Any, path: Path) -> Later:
         dtype, shape = self.placement.form(node)
         if isinstance(live, torch.Tensor) and live.dtype == dtype and tuple(live.shape) == shape:
-            self.placement.add(node, live)
+            self.placement.add(node, live, render(path))
         else:
             has = _form(live.dtype, live.shape) if isinstance(live, torch.Tensor) else f"a {type(live).__name__}"
             self.findings.mismatched.append(
@@ -139,11 +144,11 @@ class Match:
         return lambda: live
 
     def _array(self, node: ArrayNode, live: Any, path: Path, is_settable: bool) -> Later:
-        later = self._builder.array(node)
         _, shape = self.placement.form(TensorNode(node.shard))
         fits = is_array(live) and live.dtype.str == node.dtype and live.shape == shape and live.flags.writeable
         if not fits:
-            return self._set(later, live, path, is_settable)
+            return self._set(node, live, path, is_settable)
+        later = self._builder.array(node)
 
         def fill() -> Any:
             live[...] = later()
@@ -178,7 +183,7 @@ class Match:
     def _list(self, node: ListNode, live: list[Any], path: Path) -> Later:
         is_plain = not has_live_parts(node) and not _has_live_parts(live)
         if is_plain and len(live) != len(node.items):
-            return self._set(self._built(node, path), live, path, True)
+            return self._set(node, live, path, True)
         both = min(len(live), len(node.items))
         self.findings.missing.extend(render((*path, index)) for index in range(both, len(live)))
         self.findings.unexpected.extend(render((*path, index)) for index in range(both, len(node.items)))
@@ -214,7 +219,10 @@ class Match:
         adopted = self._adopt(node, current, path, _state_device(live))
 
         def apply() -> Any:
-            live.load_state_dict(adopted())
+            state = adopted()
+            live.load_state_dict(state)
+            if isinstance(live, torch.optim.Optimizer):
+                _keep_dtypes(live, state)
             return live
 
         return apply
@@ -267,7 +275,7 @@ class Match:
         if isinstance(node, TensorNode):
             dtype, shape = self.placement.form(node)
             if isinstance(current, torch.Tensor) and current.dtype == dtype and tuple(current.shape) == shape:
-                self.placement.add(node, current)
+                self.placement.add(node, current, render(path))
                 return lambda: current
             is_off_host = device is not None and self.placement.device_type(node) != "cpu"
             tensor = self.placement.fresh(node, device if is_off_host else None)
@@ -278,7 +286,8 @@ class Match:
                 (key, self._adopt(item, current.get(key), (*path, key), device))
                 for key, item in zip(keys, node.items, strict=True)
             ]
-            return lambda: {key: later() for key, later in items}
+            kind = OrderedDict if node.is_ordered else dict
+            return lambda: kind((key, later()) for key, later in items)
         if isinstance(node, DictNode):
             return self._adopt(node, {}, path, device)
         if isinstance(node, ListNode | TupleNode):
@@ -294,6 +303,19 @@ class Match:
             made = tuple if isinstance(node, TupleNode) else list
             return lambda: made(row() for row in rows)
         return self._built(node, path)
+
+
+def _keep_dtypes(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Undo the cast of ``Optimizer.load_state_dict``, which gives floating-point state the dtype of its parameter:
+    a master copy in fp32 of a bf16 parameter was saved as fp32, and comes back as that."""
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for number, parameter in zip(numbers, parameters, strict=True):
+        now = optimizer.state.get(parameter, {})
+        for name, saved in state["state"].get(number, {}).items():
+            cast = now.get(name)
+            if isinstance(saved, torch.Tensor) and isinstance(cast, torch.Tensor) and cast.dtype != saved.dtype:
+                now[name] = saved.to(cast.device)
 
 
 def _state_device(live: Any) -> torch.device | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import bisect
 import ctypes
+import itertools
 import math
 import mmap
 
@@ -20,7 +21,7 @@ from stillframe.format.tree import TensorNode, View
 from stillframe.restore.read import read_chunks
 from stillframe.stage.copies import pieces
 from stillframe.stage.device import is_plain
-from stillframe.stage.leaves import DTYPES
+from stillframe.stage.leaves import DTYPES, byte_extent
 
 
 class Placement:
@@ -33,6 +34,7 @@ class Placement:
         self._into: dict[int, list[torch.Tensor]] = {}
         self._detours: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._fresh: dict[int, torch.Tensor] = {}
+        self._taken: dict[tuple[torch.device, int], list[tuple[int, int, int, str]]] = {}
 
     @property
     def nbytes(self) -> int:
@@ -46,21 +48,34 @@ class Placement:
     def device_type(self, node: TensorNode) -> str:
         return self._shards[node.shard].device
 
-    def add(self, node: TensorNode, tensor: torch.Tensor) -> None:
-        """The stored tensor goes into this live one, of the same dtype and shape."""
+    def add(self, node: TensorNode, tensor: torch.Tensor, name: str) -> None:
+        """The stored tensor goes into this live one, of the same dtype and shape; ``name`` is for messages."""
         tensor = tensor.detach()
+        if tensor.numel() and tensor.is_contiguous():
+            memory = tensor.device, tensor.untyped_storage().data_ptr()
+            self._taken.setdefault(memory, []).append((*byte_extent(tensor), node.shard, name))
         has_overlap = any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
         if node.view is not None or has_overlap:
             self._detours.append((self.fresh(node), _without_repeats(tensor)))
         else:
             self._into.setdefault(node.shard, []).append(tensor)
 
+    def conflicts(self) -> list[str]:
+        """Live tensors that share memory but are stored apart: whatever went in last would win."""
+        found: list[str] = []
+        for taken in self._taken.values():
+            taken.sort()
+            for (_, end, shard, name), (start, _, other, next_name) in itertools.pairwise(taken):
+                if start < end and shard != other:
+                    found.append(f"{next_name}: shares memory with {name} in the state, but not in the checkpoint")
+        return found
+
     def fresh(self, node: TensorNode, device: torch.device | None = None) -> torch.Tensor:
         """A new tensor to be filled; tensors that shared memory when saved share it again."""
         base = self._fresh.get(node.shard)
         if base is None:
             shard = self._shards[node.shard]
-            base = torch.empty(shard.shape, dtype=_dtype(shard.dtype), device=device)
+            base = torch.empty(shard.shape, dtype=_dtype(shard.dtype), device=device or "cpu")
             self._fresh[node.shard] = base
             self._into.setdefault(node.shard, []).append(base)
         return base if node.view is None else _window(base, node.view, self._shards[node.shard])

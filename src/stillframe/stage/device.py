@@ -85,7 +85,7 @@ class HostDevice:
         return None
 
     def gather(self, sources: Sequence[torch.Tensor], nbytes: int) -> torch.Tensor:
-        into = torch.empty(nbytes, dtype=torch.uint8)
+        into = torch.empty(nbytes, dtype=torch.uint8, device="cpu")  # whatever the default device is
         torch.cat(list(sources), out=into)
         return into
 

@@ -93,7 +93,7 @@ class EmulatedDevice:
         return self._compute.record()
 
     def gather(self, sources: Sequence[torch.Tensor], nbytes: int) -> torch.Tensor:
-        into = self.place(torch.empty(nbytes, dtype=torch.uint8))
+        into = self.place(torch.empty(nbytes, dtype=torch.uint8, device="cpu"))
         self._compute.put(lambda: _fill(sources, into))
         return into
 

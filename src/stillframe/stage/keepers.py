@@ -84,6 +84,13 @@ class Keepers:
             pass  # gone already; joining tells
         current.join(timeout_s)
 
+    def hang_up(self) -> None:
+        """Take no more from it and send it nothing more; it finishes what it has."""
+        with self._lock:
+            current = self._current
+        if current is not None:
+            current.hang_up()
+
     # --- on the receiving thread -----------------------------------------------------------
 
     def _hear(self, message: FromKeeper) -> None:
@@ -114,13 +121,14 @@ class Keepers:
 
     def _on_exit(self, process: KeeperProcess, error: KeeperError | None) -> None:
         with self._lock:
+            # All of this before another keeper can be started: its saves and spans are not these.
+            reason = self._refusal or error or KeeperError(f"the keeper (pid {process.pid}) left with saves in flight")
+            failed = self._ledger.fail_all(reason)
+            if self._arena is not None:
+                self._arena.give_back_all()
             if self._current is process:
                 self._current = None
-            reason = self._refusal or error or KeeperError(f"the keeper (pid {process.pid}) left with saves in flight")
             self._answered.set()
-        failed = self._ledger.fail_all(reason)
-        if self._arena is not None:
-            self._arena.give_back_all()
         self._on_failure(failed)
 
     def _warn_unchanged(self) -> None:

@@ -55,6 +55,14 @@ def array_as_tensor(array: Any) -> torch.Tensor:
         raise Unencodable(f"a numpy array of dtype {array.dtype}; convert it to numbers or bytes") from None
 
 
+def byte_extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """The bytes of its storage, from first to last, that a tensor with items spans."""
+    item_bytes = tensor.element_size()
+    start = int(tensor.storage_offset()) * item_bytes
+    items = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return start, start + items * item_bytes
+
+
 def is_array(value: object) -> bool:
     numpy = sys.modules.get("numpy")
     return numpy is not None and isinstance(value, numpy.ndarray)

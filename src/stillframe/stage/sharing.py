@@ -15,7 +15,7 @@ import torch
 
 from stillframe.format.tree import View
 from stillframe.stage.device import is_plain
-from stillframe.stage.leaves import DTYPE_NAMES
+from stillframe.stage.leaves import DTYPE_NAMES, byte_extent
 
 
 @dataclass(slots=True)
@@ -59,7 +59,7 @@ def share_memory(tensors: Sequence[torch.Tensor], is_volatile: Sequence[bool], n
             bases.append(Base(tensor, names[index], [(index, None)], is_volatile[index]))
         else:
             key = tensor.device, tensor.untyped_storage().data_ptr()
-            storages.setdefault(key, []).append(_extent(index, tensor))
+            storages.setdefault(key, []).append(_Extent(index, tensor, *byte_extent(tensor)))
     for members in tied.values():
         first = members[0][0]
         bases.append(Base(tensors[first], names[first], members, is_volatile=True))
@@ -67,13 +67,6 @@ def share_memory(tensors: Sequence[torch.Tensor], is_volatile: Sequence[bool], n
         for group in _overlapping(extents):
             bases.extend(_bases(group, names))
     return sorted(bases, key=lambda base: base.leaves[0][0])
-
-
-def _extent(index: int, tensor: torch.Tensor) -> _Extent:
-    item_bytes = tensor.element_size()
-    start = int(tensor.storage_offset()) * item_bytes
-    items = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return _Extent(index, tensor, start, start + items * item_bytes)
 
 
 def _overlapping(extents: list[_Extent]) -> Iterator[list[_Extent]]:

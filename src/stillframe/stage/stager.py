@@ -13,6 +13,7 @@ Any error here fails the one save it happened to, and no other.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import queue
 import threading
@@ -38,6 +39,9 @@ from stillframe.stage.keepers import Keepers
 from stillframe.stage.ledger import Ledger, Save
 from stillframe.stage.plan import Plan
 
+logger = logging.getLogger("stillframe")
+
+_HANG_UP_S = 5.0
 _AHEAD = 4
 """Chunks whose copies may be queued on an accelerator before the first of them is waited for."""
 
@@ -85,7 +89,7 @@ class Stager:
         self.arena = arena
         self._memory: torch.Tensor | None = None
         self._adopted: set[Device] = set()
-        self._forgetting = threading.Lock()
+        self._forgetting = threading.RLock()  # a signal handler may save, too
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._pending: deque[Job] = deque()
         self._owner_pid = os.getpid()
@@ -128,11 +132,9 @@ class Stager:
             while self._pending and self._pending[0].is_over:
                 self._pending.popleft()
 
-    def begin_audit(self, job: Job) -> None:
+    def begin_audit(self, audit: Audit, marks: list[tuple[Device, Any]]) -> None:
         """Hash what is to be staged, while the training thread stands still here."""
-        audit = job.audit
-        if audit is not None:
-            self._standing_still(job.marks, audit.begin)
+        self._standing_still(marks, audit.begin)
 
     def _end_audit(self, job: Job) -> None:
         def work() -> None:
@@ -169,17 +171,24 @@ class Stager:
         if self.arena is not None:
             self.arena.wake()
 
-    def stop(self) -> None:
-        """Finish what was submitted, then end the thread."""
+    def stop(self, timeout_s: float | None) -> None:
+        """Finish what was submitted and end the thread; past the deadline, hang up on a keeper that does not listen."""
         self._work.put(None)
-        self._thread.join()
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            self._keepers.hang_up()
+            self._thread.join(_HANG_UP_S)
         self._pending.clear()
+        self._memory = None
 
     # --- on the stager's thread ------------------------------------------------------------
 
     def _run(self) -> None:
         while (work := self._next()) is not None:
-            work()
+            try:
+                work()
+            except Exception:  # a bug, or a log handler that raises: later saves must not hang because of it
+                logger.exception("the stager met an unexpected error")
             del work
 
     def _next(self) -> Callable[[], None] | None:
@@ -286,6 +295,8 @@ class Stager:
 
     def _staged(self, job: Job) -> None:
         assert job.keeper is not None
+        if job.save.error is not None:  # given up meanwhile: it must not be committed after all
+            raise job.save.error
         at_s = time.monotonic()
         job.keeper.send(messages.Staged(job.save.number, at_s))
         self._ledger.staged(job.save, at_s)  # only now: who sees "staged" may rely on the keeper knowing
@@ -293,6 +304,7 @@ class Stager:
 
     def _fail(self, job: Job, problem: Exception, spans: list[int]) -> None:
         """This save ends here; its spans come back when no copy can still be writing to them."""
+        job.issued.set()
         error = problem
         if not isinstance(error, StillframeError):
             error = StateError(f"staging step {job.save.step} failed: {type(problem).__name__}: {problem}")
@@ -307,8 +319,8 @@ class Stager:
         if job.keeper is not None and not job.keeper.is_gone:
             with contextlib.suppress(KeeperError):
                 job.keeper.send(messages.Abandon(job.save.number))
-        self._over(job)
         failed = self._ledger.fail(job.save.number, error)
+        self._over(job)
         self._on_failure([failed] if failed else [])
 
     def _over(self, job: Job) -> None:

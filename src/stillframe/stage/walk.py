@@ -33,7 +33,7 @@ from stillframe.format.tree import (
     ValueNode,
 )
 from stillframe.format.values import Unencodable
-from stillframe.stage.leaves import PLAIN_TENSORS, array_as_tensor, check_tensor, is_array
+from stillframe.stage.leaves import PLAIN_TENSORS, array_as_tensor, byte_extent, check_tensor, is_array
 
 Path = tuple[Any, ...]
 
@@ -60,7 +60,7 @@ class Walk:
         self.values: list[Any] = []
         self._is_volatile = False
         self._module: torch.nn.Module | None = None
-        self._parameters: set[int] | None = None
+        self._parameters: dict[int, list[tuple[int, int]]] | None = None
         self._depth = 0
         try:
             self._visit(state)
@@ -95,14 +95,18 @@ class Walk:
             self.is_volatile.append(not isinstance(tensor, torch.nn.Parameter) and not self._is_parameter(tensor))
 
     def _is_parameter(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor of the module at hand lies in the memory of one of its parameters."""
+        """Whether a tensor of the module at hand lies within the memory of one of its parameters."""
         assert self._module is not None
-        if tensor.layout is not torch.strided:
+        if tensor.layout is not torch.strided or not tensor.numel():
             return False
         if self._parameters is None:
-            parameters = [each for each in self._module.parameters() if each.layout is torch.strided]
-            self._parameters = {each.untyped_storage().data_ptr() for each in parameters}
-        return tensor.untyped_storage().data_ptr() in self._parameters
+            self._parameters = {}
+            for each in self._module.parameters():
+                if each.layout is torch.strided and each.numel():
+                    self._parameters.setdefault(each.untyped_storage().data_ptr(), []).append(byte_extent(each))
+        start, end = byte_extent(tensor)
+        extents = self._parameters.get(tensor.untyped_storage().data_ptr(), ())
+        return any(first <= start and end <= last for first, last in extents)
 
     def _dict(self, node: dict[Any, Any], is_ordered: bool) -> None:
         kinds = set(map(type, node))

@@ -62,6 +62,14 @@ def make_dir(path: Path) -> None:
     sync_dir(path.parent)
 
 
+def make_dirs(path: Path) -> None:
+    """The same of a directory and of every one above it."""
+    if not path.is_dir():
+        if path.parent != path:
+            make_dirs(path.parent)
+        make_dir(path)
+
+
 def sync_dir(path: Path) -> None:
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:

@@ -24,7 +24,8 @@ from stillframe.format.values import Unencodable
 from stillframe.stage.copies import Capture, Chunk, Target, captures_of, chunks_of
 from stillframe.stage.device import Device, DeviceTable, as_bytes, as_row, is_plain
 from stillframe.stage.leaves import DTYPE_NAMES, check_tensor
-from stillframe.stage.sharing import Base, form_of, share_memory
+from stillframe.stage.sharing import Base, share_memory
+from stillframe.stage.signature import Signature
 from stillframe.stage.walk import Path, TreeBuilder, Walk, refusal, render
 
 SMALL_BYTES = 64
@@ -49,9 +50,7 @@ class Plan:
     _captures: list[Capture]
     _tokens: list[tuple[object, ...]] = field(repr=False)
     _is_volatile: list[bool] = field(repr=False)
-    _is_loose: list[bool] = field(repr=False)
-    """Captured from the walk at hand: another tensor of the same form may stand there the next time."""
-    _signatures: list[tuple[object, ...]] = field(repr=False)
+    _signature: Signature = field(repr=False)
     _tensors: list[torch.Tensor | None] = field(repr=False)
     """Those of the walk that it was made from, kept alive; but not the volatile ones."""
     _rows: dict[int, torch.Tensor] = field(repr=False)
@@ -61,13 +60,7 @@ class Plan:
         """Whether the walk found the same structure in the same memory, so that this plan serves it too."""
         if walk.tokens != self._tokens or walk.is_volatile != self._is_volatile:
             return False
-        tied: dict[object, int] = {}
-        return all(
-            tensor.layout is torch.strided and _signature(index, tensor, is_loose, tied) == signature
-            for index, (tensor, is_loose, signature) in enumerate(
-                zip(walk.tensors, self._is_loose, self._signatures, strict=True)
-            )
-        )
+        return self._signature.fits(walk.tensors)
 
     def capture(self, walk: Walk) -> dict[Device, torch.Tensor]:
         """Copy what may change before the next update, in the order of each device's compute."""
@@ -84,19 +77,6 @@ class Plan:
         if row is not None and tensor is self._tensors[index] and tensor.data_ptr() == row.data_ptr():
             return row
         return as_row(tensor)
-
-
-def _signature(index: int, tensor: torch.Tensor, is_loose: bool, tied: dict[object, int]) -> tuple[object, ...]:
-    """What must be equal for a tensor of a later walk to be served by the same plan.
-
-    Others are known by their memory: the plan keeps that alive, so an equal address is the same memory.  A loose
-    one may be a new object every time: only its form counts, and which of the other loose ones it is tied to.
-    """
-    form = form_of(tensor)
-    address = tensor.data_ptr()
-    if not is_loose:
-        return address, form
-    return tied.setdefault((address, form), index) if tensor.numel() else index, form
 
 
 def make_plan(walk: Walk, devices: DeviceTable) -> Plan:
@@ -125,7 +105,6 @@ def make_plan(walk: Walk, devices: DeviceTable) -> Plan:
         for target in order
     ]
     captures, captured_at = captures_of(order)
-    tied: dict[object, int] = {}
     is_loose = [target.index is not None and target.is_captured for target, _ in nodes]
     tensors = [
         None if is_volatile else tensor for tensor, is_volatile in zip(walk.tensors, walk.is_volatile, strict=True)
@@ -147,8 +126,7 @@ def make_plan(walk: Walk, devices: DeviceTable) -> Plan:
         _captures=captures,
         _tokens=walk.tokens,
         _is_volatile=walk.is_volatile,
-        _is_loose=is_loose,
-        _signatures=[_signature(index, tensor, is_loose[index], tied) for index, tensor in enumerate(walk.tensors)],
+        _signature=Signature(walk.tensors, is_loose),
         _tensors=tensors,
         _rows={
             index: as_bytes(tensor)

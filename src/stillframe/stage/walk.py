@@ -89,10 +89,8 @@ class Walk:
     def _tensor(self, tensor: torch.Tensor) -> None:
         self.tokens.append(_TENSOR_TOKEN)
         self.tensors.append(tensor)
-        if self._module is None:
-            self.is_volatile.append(self._is_volatile)
-        else:
-            self.is_volatile.append(not isinstance(tensor, torch.nn.Parameter) and not self._is_parameter(tensor))
+        is_volatile = self._is_volatile if self._module is None else not self._is_parameter(tensor)
+        self.is_volatile.append(is_volatile)
 
     def _is_parameter(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor of the module at hand lies within the memory of one of its parameters."""
@@ -131,7 +129,12 @@ class Walk:
         key: Any = None
         try:
             for key, item in items:  # noqa: B007 - read by the handlers below
-                self._visit(item)
+                if type(item) is torch.nn.Parameter:  # the commonest leaf, and never volatile in a module: no calls
+                    self.tokens.append(_TENSOR_TOKEN)
+                    self.tensors.append(item)
+                    self.is_volatile.append(self._module is None and self._is_volatile)
+                else:
+                    self._visit(item)
         except _Refusal as refused:
             refused.path.append(key)
             raise

@@ -1,0 +1,118 @@
+"""The demo: train a small GPT, kill it in the middle, resume it, and compare it with a run left alone.
+
+    A   a run that saves nothing and is left alone
+    B   the same run with a checkpoint at every step, killed with SIGKILL inside a step, and started again
+
+A and B must end with the same bits in every parameter and all of the optimizer's state; the exit code is 1
+if they do not.  Everything is written to runs/demo, which is emptied first.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import sys
+import time
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a script, from anywhere
+
+from demo import show, timeline
+from demo.load import OtherLoad
+from demo.record import Record, Step, fingerprint
+from demo.trainer import Trainer, TrainerFailed
+
+import stillframe
+
+_HOME = Path(__file__).resolve().parent.parent / "runs" / "demo"
+_STEPS = 50
+
+
+def run(console: Console, title: str, name: str, *options: str) -> tuple[Record, float]:
+    """A run to its end, and how many cores other programs used meanwhile."""
+    load = OtherLoad()
+    with Trainer(_HOME, name, _STEPS, *options) as trainer, show.Bar(console, title, _STEPS) as bar:
+        for line in trainer.lines():
+            bar.show(line)
+        return trainer.record(), load.cores()
+
+
+def run_until_killed(console: Console, title: str) -> tuple[list[Step], float]:
+    """The steps it finished, and when it was killed: at a random moment inside a step near the middle."""
+    steps: list[Step] = []
+    kill_after = random.randint(_STEPS * 2 // 5, _STEPS // 2)
+    killed_s = 0.0
+    with Trainer(_HOME, "killed", _STEPS) as trainer, show.Bar(console, title, _STEPS) as bar:
+        for line in trainer.lines():
+            bar.show(line)
+            if isinstance(line, Step):
+                steps.append(line)
+                if line.step == kill_after:
+                    time.sleep(random.uniform(0.1, 0.9) * line.seconds)
+                    killed_s = time.monotonic()
+                    trainer.kill()
+    return steps, killed_s
+
+
+def compare(console: Console, alone: Record, steps: list[Step]) -> bool:
+    """Run A's last state with run B's last checkpoint, and the losses on the way; tells whether all are the same."""
+    saved = fingerprint(stillframe.load(_HOME / "checkpoints", _STEPS))
+    wrong = show.differences(alone.fingerprint, saved)
+    losses = {step.step: step.loss for step in alone.steps}
+    wrong += [f"the loss of step {step.step}" for step in steps if step.loss != losses[step.step]]
+    if wrong:
+        console.print(f"[bold red]A and B differ[/] in {len(wrong)} places:", *wrong[:10], sep="\n  ")
+        return False
+    moments = sum(path.startswith("optimizer/") and leaf.startswith("tensor") for path, leaf in saved.items())
+    console.print(
+        f"[bold green]bit for bit equal[/]: {alone.started.parameters / 1e6:.1f} M parameters, "
+        f"{moments} optimizer tensors,\n"
+        "scheduler, data position, random number generators, and the loss of every step",
+        highlight=False,
+    )
+    return True
+
+
+def demo(console: Console) -> int:
+    if _HOME.exists():
+        shutil.rmtree(_HOME)
+    _HOME.mkdir(parents=True)
+    alone, alone_load = run(console, "A  left alone", "alone", "--no-save")
+    before, killed_s = run_until_killed(console, "B  saving every step")
+    last = before[-1]
+    into_s = killed_s - last.begun_s - last.seconds
+    console.print(f"   [bold red]SIGKILL[/] {into_s * 1e3:.0f} ms into step {last.step + 1}", highlight=False)
+    resumed, resumed_load = run(console, "B  started again", "resumed")
+    restored = resumed.started.restored_step
+    if restored is None:
+        console.print("[bold red]run B found no checkpoint after the kill[/]")
+        return 1
+    console.print(f"   went on from step {restored}\n", highlight=False)
+    is_equal = compare(console, alone, before + resumed.steps)
+    console.print()
+    kill = show.Kill(last.step, restored, resumed.started.restore_s)
+    console.print(show.table(alone, before + resumed.steps, resumed, kill, max(alone_load, resumed_load)))
+    picture = _HOME / "timeline.png"
+    timeline.draw(resumed, picture)
+    console.print(f"\ntimeline: {os.path.relpath(picture)}", highlight=False, soft_wrap=True)
+    return 0 if is_equal else 1
+
+
+def main() -> int:
+    console = Console()
+    try:
+        return demo(console)
+    except KeyboardInterrupt:
+        console.print("\nstopped; the training processes are ended")
+        return 130
+    except TrainerFailed as error:
+        console.print("[bold red]failed[/]:", escape(str(error)), soft_wrap=True)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

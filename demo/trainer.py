@@ -1,0 +1,78 @@
+"""A training run as a child process: started, listened to, killed, and never left behind.
+
+Owns the process and its pipe.  The child has a session of its own, so that Ctrl-C reaches only the parent,
+which then ends the child.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+
+import msgspec
+from demo.record import Record, Started, Step
+
+_SCRIPT = Path(__file__).resolve().parent / "train.py"
+_LINE = msgspec.json.Decoder(Started | Step)
+_TAIL_BYTES = 3000
+_ENVIRONMENT = {
+    "ONEDNN_MAX_CPU_ISA": "AVX512_CORE",  # bf16 kernels can die with SIGILL where AMX is shown but forbidden
+    "OMP_WAIT_POLICY": "PASSIVE",  # spinning at barriers makes steps 3 to 4 times as long beside two busy loops
+}
+
+
+class TrainerFailed(Exception):
+    """It ended by itself, and badly."""
+
+
+class Trainer:
+    """Leaving the ``with`` ends the process.  Its checkpoints, record and log are all in ``home``."""
+
+    def __init__(self, home: Path, name: str, steps: int, *options: str) -> None:
+        self._record = home / f"{name}.json"
+        self._log = home / f"{name}.log"
+        self._is_killed = False
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                [
+                    sys.executable, str(_SCRIPT), "--root", str(home / "checkpoints"), "--steps", str(steps),
+                    "--record", str(self._record), *options,
+                ],
+                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, start_new_session=True,
+                env={**_ENVIRONMENT, **os.environ},
+            )  # fmt: skip
+
+    def lines(self) -> Iterator[Started | Step]:
+        """What it tells, until it ends.  Raises :class:`TrainerFailed` if nobody killed it and yet it failed."""
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            yield _LINE.decode(line)
+        code = self._process.wait()
+        if code != 0 and not self._is_killed:
+            tail = self._log.read_bytes()[-_TAIL_BYTES:].decode(errors="replace").strip()
+            raise TrainerFailed(f"{_SCRIPT.name} ended with code {code}; the end of {self._log}:\n{tail}")
+
+    def kill(self) -> None:
+        """SIGKILL: no warning, no clean-up.  Its keeper lives on for as long as it has work."""
+        self._is_killed = True
+        self._process.kill()
+
+    def record(self) -> Record:
+        """After its end."""
+        return msgspec.json.decode(self._record.read_bytes(), type=Record)
+
+    def __enter__(self) -> Trainer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._process.poll() is None:
+            self.kill()
+        self._process.wait()
+        assert self._process.stdout is not None
+        self._process.stdout.close()

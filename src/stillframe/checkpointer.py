@@ -158,11 +158,12 @@ class Checkpointer:
         save = self._ledger.begin(step, plan.data_bytes, began)
         try:
             self._known_steps().add(step)
-            self._stager.submit(Job(save, plan, draft, captured, marks, audit))
+            job = Job(save, plan, draft, captured, marks, audit)
+            self._ledger.returned(save, plan.captured_bytes, time.monotonic() - began)
+            self._stager.submit(job)  # last: from here on the stager competes for the GIL
         except BaseException as error:  # Ctrl-C just here: a save that nobody stages must not be waited for
             self._ledger.fail(save.number, KeeperError(f"it was interrupted: {error!r}"))
             raise
-        self._ledger.returned(save, plan.captured_bytes, time.monotonic() - began)
         return save
 
     def fence(self) -> Fence:

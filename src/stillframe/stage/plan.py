@@ -126,7 +126,7 @@ def make_plan(walk: Walk, devices: DeviceTable) -> Plan:
         _captures=captures,
         _tokens=walk.tokens,
         _is_volatile=walk.is_volatile,
-        _signature=Signature(walk.tensors, is_loose),
+        _signature=Signature(walk.tensors, is_loose, tensors),
         _tensors=tensors,
         _rows={
             index: as_bytes(tensor)

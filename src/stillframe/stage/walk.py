@@ -129,7 +129,9 @@ class Walk:
         key: Any = None
         try:
             for key, item in items:  # noqa: B007 - read by the handlers below
-                if type(item) is torch.nn.Parameter:  # the commonest leaf, and never volatile in a module: no calls
+                kind = type(item)
+                if kind is torch.nn.Parameter or (kind is torch.Tensor and self._module is None):
+                    # The commonest leaves, without a call: a parameter is never volatile in its module.
                     self.tokens.append(_TENSOR_TOKEN)
                     self.tensors.append(item)
                     self.is_volatile.append(self._module is None and self._is_volatile)

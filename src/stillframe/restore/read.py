@@ -28,7 +28,7 @@ def read_chunks(checkpoint: Checkpoint, numbers: Iterable[int], place: Place) ->
     Raises: :class:`IntegrityError` naming file, chunk and tensors; the first error stops all readers.
     """
     check_header(checkpoint)
-    todo = iter(sorted(numbers))
+    numbered = iter(sorted(numbers))
     taking = threading.Lock()
     is_failed = threading.Event()
 
@@ -36,7 +36,7 @@ def read_chunks(checkpoint: Checkpoint, numbers: Iterable[int], place: Place) ->
         segment = checkpoint.seal.segment
         buffer = aligned_buffer(min(segment.chunk_bytes, segment.data_bytes))
         try:
-            for number in _shared(todo, taking, is_failed):
+            for number in _shared(numbered, taking, is_failed):
                 place(*read_chunk(checkpoint, number, buffer), buffer)
         except BaseException:
             is_failed.set()
@@ -79,10 +79,10 @@ def check_header(checkpoint: Checkpoint) -> None:
             raise IntegrityError(f"{checkpoint.segment_path}: the header is damaged: its checksum does not match")
 
 
-def _shared(todo: Iterator[int], taking: threading.Lock, is_failed: threading.Event) -> Iterator[int]:
+def _shared(numbered: Iterator[int], taking: threading.Lock, is_failed: threading.Event) -> Iterator[int]:
     while not is_failed.is_set():
         with taking:
-            number = next(todo, None)
+            number = next(numbered, None)
         if number is None:
             return
         yield number

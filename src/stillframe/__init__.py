@@ -4,6 +4,7 @@ checkpointer   the facade: save, fence, wait, restore
 stage          live objects → chunks in the arena            (torch)
 keeper         arena → segments, seals, manifests            (a process without torch)
 restore        checkpoints → live objects                    (torch)
+start, group   what ranks agree on, and how                  (torch)
 catalog        what is a checkpoint
 link           the arena and the messages between the two processes
 format         bytes ↔ structures
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from stillframe.retention import KeepEvery, KeepLast
     from stillframe.stage.ledger import Save
     from stillframe.stage.rng import RNG
+    from stillframe.stage.train_state import TrainState
 
 __version__ = "0.1.0"
 
@@ -71,6 +73,7 @@ __all__ = [
     "StorageError",
     "Times",
     "TornError",
+    "TrainState",
     "UnsupportedStateError",
     "VersionError",
     "load",
@@ -90,6 +93,7 @@ _HOMES = {
     "Save": "stage.ledger",
     "Stats": "model",
     "Times": "model",
+    "TrainState": "stage.train_state",
     "load": "restore.load",
     "register_leaf": "format.leaves",
 }

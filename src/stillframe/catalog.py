@@ -2,7 +2,8 @@
 
 Restore, list, prune and "latest" all ask here.  Reads only, except for :meth:`Catalog.mark_damaged`,
 which un-publishes a manifest found to be lying.  An open :class:`Checkpoint` holds a shared lock on
-its manifest, and its files open: retention passes it over, and it stays readable whatever happens.
+its manifest: retention passes it over.  Each rank's seal and segment are opened when first asked for,
+and stay readable from then on, whatever happens.
 """
 
 from __future__ import annotations
@@ -10,10 +11,11 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import threading
 from pathlib import Path
 from types import TracebackType
 
-from stillframe.errors import FormatError, IntegrityError, NotFoundError, StorageError, VersionError
+from stillframe.errors import FormatError, IntegrityError, NotFoundError, StorageError
 from stillframe.format import limits, names
 from stillframe.format.digest import digest
 from stillframe.format.records import Manifest, RankEntry, Seal, decode_manifest, decode_seal
@@ -23,10 +25,14 @@ from stillframe.storage.direct import ReadFile
 
 
 class Catalog:
-    """The checkpoints in a root.  Holds no state: every call looks at the file system."""
+    """The checkpoints in a root.  Holds no state: every call looks at the file system.
 
-    def __init__(self, root: str | os.PathLike[str]) -> None:
+    ``rank``: of a root that the other ranks do not see, what this one has committed there for itself.
+    """
+
+    def __init__(self, root: str | os.PathLike[str], rank: int | None = None) -> None:
         self.root = Path(os.path.abspath(root))
+        self.rank = rank
 
     def steps(self) -> list[int]:
         """The committed steps, oldest first; none if the root does not exist."""
@@ -46,7 +52,7 @@ class Catalog:
             step = self.latest()
             if step is None:
                 raise NotFoundError(f"there is no checkpoint in {self.root}")
-        return Checkpoint(self.dir(check_step(step)), step)
+        return Checkpoint(self, check_step(step))
 
     def dir(self, step: int) -> Path:
         return self.root / names.step_dir(step)
@@ -67,11 +73,17 @@ class Catalog:
         return [
             step
             for step in self.step_dirs()
-            if not self.is_committed(step) and os.path.lexists(self.dir(step) / names.DAMAGED_MANIFEST)
+            if not self.is_committed(step) and os.path.lexists(self.damaged_path(step))
         ]
 
     def is_committed(self, step: int) -> bool:
-        return os.path.lexists(self.dir(step) / names.MANIFEST)
+        return os.path.lexists(self.manifest_path(step))
+
+    def manifest_path(self, step: int) -> Path:
+        return self.dir(step) / names.manifest(self.rank)
+
+    def damaged_path(self, step: int) -> Path:
+        return self.dir(step) / names.damaged_manifest(self.rank)
 
     def mark_damaged(self, step: int) -> bool:
         """Un-publish a checkpoint whose bytes are wrong, keeping its files for a person to look at.
@@ -81,31 +93,72 @@ class Catalog:
         if self.dir(step).is_symlink():
             return False  # what a link leads to is not this root's to change
         try:
-            durable.publish(self.dir(step) / names.MANIFEST, self.dir(step) / names.DAMAGED_MANIFEST)
+            durable.publish(self.manifest_path(step), self.damaged_path(step))
         except OSError:
             return False
         return True
 
 
-class Checkpoint:
-    """One committed checkpoint, open for reading."""
+class Sealed:
+    """One rank's part of a checkpoint: its seal, and its segment open for reading."""
 
-    def __init__(self, path: Path, step: int) -> None:
-        self.path = path
+    def __init__(self, path: Path, manifest: Manifest, entry: RankEntry) -> None:
+        self.path = path / entry.segment
+        self.rank = entry.rank
+        self.seal = _read_seal(path / entry.seal, manifest, entry)
+        try:
+            self.file = ReadFile(self.path)
+        except OSError as error:
+            raise durable.read_error(f"{self.path} cannot be opened", error) from error
+        size = self.seal.segment.bytes
+        if self.file.size != size or self.file.size != entry.segment_bytes:
+            self.file.close()
+            raise IntegrityError(f"{self.path} has {self.file.size} bytes instead of {size}")
+
+
+class Checkpoint:
+    """One committed checkpoint, open for reading.  Thread: :meth:`of` is safe from any."""
+
+    def __init__(self, catalog: Catalog, step: int) -> None:
+        self.path = catalog.dir(step)
         self.step = step
+        self._catalog = catalog
+        self._opening = threading.Lock()
+        self._sealed: dict[int, Sealed] = {}
         self._closing = contextlib.ExitStack()
         try:
             self.manifest = self._open_manifest()
-            entry = self._only_rank()
-            self.seal = self._open_seal(entry)
-            self.file = self._open_segment(entry)
+            self._entries = {entry.rank: entry for entry in self.manifest.ranks}
+            if len(self._entries) == 1:
+                self.of(*self._entries)
         except BaseException:
             self.close()
             raise
 
     @property
-    def segment_path(self) -> Path:
-        return self.path / self.seal.segment.file
+    def world_size(self) -> int:
+        """How many ranks wrote it."""
+        return self.manifest.world_size
+
+    @property
+    def ranks(self) -> list[int]:
+        """Whose parts can be read here: all, or one where the roots are not shared."""
+        return list(self._entries)
+
+    def of(self, rank: int) -> Sealed:
+        """One rank's part, opened when first asked for.
+
+        Raises: :class:`NotFoundError` if this root does not hold it; :class:`IntegrityError`; :class:`VersionError`.
+        """
+        with self._opening:
+            sealed = self._sealed.get(rank)
+            if sealed is None:
+                entry = self._entries.get(rank)
+                if entry is None:
+                    raise NotFoundError(f"the part of rank {rank} is not in {self.path}; this root is not shared")
+                sealed = self._sealed[rank] = Sealed(self.path, self.manifest, entry)
+                self._closing.callback(sealed.file.close)
+            return sealed
 
     def close(self) -> None:
         """Let go of the files and the lock; may be called again."""
@@ -120,7 +173,7 @@ class Checkpoint:
         self.close()
 
     def _open_manifest(self) -> Manifest:
-        path = self.path / names.MANIFEST
+        path = self._catalog.manifest_path(self.step)
         try:
             fd = durable.open_file(path)
         except (FileNotFoundError, NotADirectoryError):
@@ -141,43 +194,26 @@ class Checkpoint:
         except OSError as error:
             raise durable.read_error(f"{path} cannot be read", error) from error
         manifest = decode_manifest(data, file=str(path))
-        if manifest.step != self.step:
-            raise FormatError(f"{path} is the manifest of step {manifest.step}")
+        if (manifest.step, manifest.rank) != (self.step, self._catalog.rank):
+            raise FormatError(f"{path} is the manifest of step {manifest.step}, rank {manifest.rank}")
         return manifest
 
     def _not_found(self) -> NotFoundError:
-        known = Catalog(self.path.parent).steps()
+        known = self._catalog.steps()
         nearest = min(known, key=lambda step: abs(step - self.step), default=None)
         hint = "the root has no checkpoint" if nearest is None else f"the nearest is step {nearest}"
-        return NotFoundError(f"step {self.step} is not a checkpoint in {self.path.parent}; {hint}")
+        return NotFoundError(f"step {self.step} is not a checkpoint in {self._catalog.root}; {hint}")
 
-    def _only_rank(self) -> RankEntry:
-        if self.manifest.world_size != 1:
-            raise VersionError(
-                f"{self.path} was written by {self.manifest.world_size} ranks; this stillframe reads one: upgrade it"
-            )
-        return self.manifest.ranks[0]
 
-    def _open_seal(self, entry: RankEntry) -> Seal:
-        path = self.path / entry.seal
-        try:
-            data = durable.read_small(path, limits.MAX_SEAL_BYTES)
-        except OSError as error:
-            raise durable.read_error(f"{path} cannot be read", error) from error
-        if digest(data) != entry.seal_digest:
-            raise IntegrityError(f"{path} is damaged: its checksum is not the one in the manifest")
-        seal = decode_seal(data, file=str(path))
-        if (seal.step, seal.rank, seal.attempt) != (self.step, entry.rank, self.manifest.attempt):
-            raise FormatError(f"{path} belongs to another checkpoint")
-        return seal
-
-    def _open_segment(self, entry: RankEntry) -> ReadFile:
-        path = self.path / entry.segment
-        try:
-            file = ReadFile(path)
-        except OSError as error:
-            raise durable.read_error(f"{path} cannot be opened", error) from error
-        self._closing.callback(file.close)
-        if file.size != self.seal.segment.bytes or file.size != entry.segment_bytes:
-            raise IntegrityError(f"{path} has {file.size} bytes instead of {self.seal.segment.bytes}")
-        return file
+def _read_seal(path: Path, manifest: Manifest, entry: RankEntry) -> Seal:
+    try:
+        data = durable.read_small(path, limits.MAX_SEAL_BYTES)
+    except OSError as error:
+        raise durable.read_error(f"{path} cannot be read", error) from error
+    if digest(data) != entry.seal_digest:
+        raise IntegrityError(f"{path} is damaged: its checksum is not the one in the manifest")
+    seal = decode_seal(data, file=str(path))
+    expected = manifest.step, entry.rank, manifest.attempt, manifest.world_size
+    if (seal.step, seal.rank, seal.attempt, seal.world_size) != expected:
+        raise FormatError(f"{path} belongs to another checkpoint")
+    return seal

@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import atexit
 import logging
+import math
 import multiprocessing.util
 import os
-import secrets
 import time
-import warnings
 from types import TracebackType
 from typing import Any, Literal
 
@@ -25,24 +24,26 @@ from stillframe.errors import (
     ConfigError,
     DeadlineError,
     ExistsError,
-    IntegrityError,
     KeeperError,
     StillframeError,
 )
 from stillframe.format.records import SealDraft, check_draft
+from stillframe.group import join_group
 from stillframe.link.process import KeeperConfig
 from stillframe.link.sizing import auto_arena, fixed_arena
-from stillframe.model import Phase, RestoreReport, SkippedStep, Stats, check_step
-from stillframe.restore.match import Match
+from stillframe.model import Phase, RestoreReport, Stats, check_step
+from stillframe.restore.resume import Resume
 from stillframe.retention import Keep
 from stillframe.stage.audit import Audit
 from stillframe.stage.device import DeviceTable
 from stillframe.stage.fence import OptimizerFence
 from stillframe.stage.keepers import Keepers
 from stillframe.stage.ledger import Ledger, Save
+from stillframe.stage.parts import Seat
 from stillframe.stage.plan import Plan, make_plan
 from stillframe.stage.stager import Job, Stager
 from stillframe.stage.walk import Walk
+from stillframe.start import agree_on_attempt, resolve_root
 from stillframe.units import parse_bytes
 
 logger = logging.getLogger("stillframe")
@@ -60,6 +61,11 @@ class Checkpointer:
     on_error: a failed save is raised at the next ``save``, ``wait`` or ``close`` (``"raise"``) or logged (``"warn"``).
     when_busy: when earlier saves fill the arena, wait for room (``"wait"``) or drop the new save (``"skip"``).
     audit: prove at every fence that nothing changed while it was copied; slow, for finding bugs.
+    rank, world_size: this process among those that save together; by default those of torch.distributed, or of its
+    environment variables (torchrun sets them).  Every rank makes the checkpointer, and calls ``save`` and ``restore``.
+    shared: whether all ranks see the same root.  If not, each keeps its own part there; ``{node}`` in the root (it
+    becomes the name of the host, or ``STILLFRAME_NODE``) means that they do not.
+    deadline_s: how long ranks wait for one another: here, in ``restore``, and before a commit is given up.
 
     Thread: ``save``, ``restore`` and ``close`` from the training thread; the rest from any.
     """
@@ -73,20 +79,26 @@ class Checkpointer:
         on_error: Literal["raise", "warn"] = "raise",
         when_busy: Literal["wait", "skip"] = "wait",
         audit: bool = False,
+        rank: int | None = None,
+        world_size: int | None = None,
+        shared: bool | None = None,
+        deadline_s: float = 600.0,
     ) -> None:
         _check_choice("on_error", on_error, ("raise", "warn"))
         _check_choice("when_busy", when_busy, ("wait", "skip"))
         if keep is not None and not isinstance(keep, Keep):
             raise ConfigError(f"keep={keep!r}: give KeepLast(n), KeepEvery(k), both combined with |, or None")
-        self._catalog = Catalog(root)
+        self._group = join_group(rank, world_size, _check_deadline(deadline_s))
+        path, is_shared = resolve_root(root, shared, self._group)
+        self._catalog = Catalog(path, None if is_shared else self._group.rank)
         if self._catalog.root.exists() and not self._catalog.root.is_dir():
             raise ConfigError(f"root={str(self._catalog.root)!r} is a file; give a directory")
-        fixed = None if arena == "auto" else fixed_arena(parse_bytes(arena, "arena"))
         self._on_error = on_error
         self._when_busy = when_busy
         self._audit = audit
-        self._attempt = secrets.token_hex(4)
+        self._attempt = agree_on_attempt(self._group, self._catalog, keep)
         self._owner_pid = os.getpid()
+        fixed = None if arena == "auto" else fixed_arena(parse_bytes(arena, "arena"))
         self._devices = DeviceTable()
         self._plan: Plan | None = None
         self._known: set[int] | None = None
@@ -95,17 +107,18 @@ class Checkpointer:
 
         policy = keep or Keep()
         config = KeeperConfig(
-            str(self._catalog.root), self._attempt, rank=0, world_size=1, keep_last=policy.last, keep_every=policy.every
-        )
+            str(self._catalog.root), self._attempt, self._group.rank, self._group.world_size,
+            keep_last=policy.last, keep_every=policy.every, is_shared=is_shared, deadline_s=deadline_s,
+        )  # fmt: skip
         self._ledger = Ledger(self._before_wait)
-        self._keepers = Keepers(config, self._ledger, self._saves_failed)
+        self._keepers = Keepers(config, self._ledger, self._saves_failed, self._committed)
         try:
             self._keepers.start()
         except BaseException:
             if fixed is not None:
                 fixed.close()
             raise
-        self._stager = Stager(self._ledger, self._keepers, auto_arena, fixed, self._saves_failed)
+        self._stager = Stager(self._ledger, self._keepers, auto_arena, fixed, self._saves_failed, self._complete_step)
         self._fence = OptimizerFence(self._stager.fence)
         atexit.register(self._at_exit)
         if multiprocessing.parent_process() is not None:
@@ -136,15 +149,16 @@ class Checkpointer:
         walk = Walk(state)
         plan = self._plan
         if plan is None or not plan.fits(walk):
-            plan = self._plan = make_plan(walk, self._devices)
+            plan = self._plan = make_plan(walk, self._devices, self._seat)
         draft = SealDraft(
             step=step,
-            rank=0,
-            world_size=1,
+            rank=self._group.rank,
+            world_size=self._group.world_size,
             attempt=self._attempt,
             shards=plan.shards_json,
             tree=plan.tree_json,
             values=msgspec.Raw(msgspec.json.encode(walk.values)),
+            teams=plan.teams,
         )
         check_draft(draft)
         if self._when_busy == "skip" and self._stager.is_busy(len(plan.chunks)):
@@ -237,54 +251,26 @@ class Checkpointer:
         warning, and never offered again.  With ``step``: that one, or an error.  ``strict=False`` restores what
         matches; :attr:`last_restore` says what did not.
 
+        Of several ranks all restore the same step, and none touches anything before it fits on all.  A checkpoint of
+        another number of ranks, or spread differently, is read as far as this rank needs it; what each rank had kept
+        for itself, a rank that was not there takes from one that was.
+
         Blocks until done; first until the keeper of a run that was just killed has committed what it holds.
         Raises: :class:`MismatchError` (nothing was touched), :class:`NotFoundError`, :class:`IntegrityError`,
         :class:`VersionError`, :class:`BusyError`.
         """
         self._check_open("restore")
+        resume = Resume(self._catalog, self._group, state, None if step is None else check_step(step), strict)
+        self._known = None
+        try:
+            return resume.run(self._settle)
+        finally:
+            self.last_restore = resume.report or self.last_restore
+
+    def _settle(self) -> None:
+        """Before a restore: the root is ours, and what we saved is committed."""
         self._keepers.wait_ready()
         self.wait("committed")
-        self._known = None
-        if step is not None:
-            return self._restore_step(check_step(step), state, strict, [])
-        skipped: list[SkippedStep] = []
-        for candidate in reversed(self._catalog.steps()):
-            try:
-                return self._restore_step(candidate, state, strict, skipped)
-            except IntegrityError as error:
-                skipped.append(SkippedStep(candidate, str(error)))
-                is_marked = self._catalog.mark_damaged(candidate)
-                fate = "it will not be used again" if is_marked else "it cannot be marked: the root is not writable"
-                warnings.warn(
-                    f"step {candidate} is damaged and passed over; {fate}: {error}", RuntimeWarning, stacklevel=2
-                )
-        self.last_restore = RestoreReport(step=None, skipped=tuple(skipped))
-        damaged = sorted({*self._catalog.damaged(), *(each.step for each in skipped)})
-        if damaged:
-            raise IntegrityError(
-                f"every checkpoint in {self._catalog.root} is damaged (steps {damaged}), so there is nothing to resume "
-                "from, and the state may be partly overwritten. To start afresh, use another root or remove these"
-            )
-        return None
-
-    def _restore_step(self, step: int, state: Any, strict: bool, skipped: list[SkippedStep]) -> int:
-        began = time.monotonic()
-        with self._catalog.open(step) as checkpoint:
-            match = Match(checkpoint, state)
-            if strict:
-                match.findings.raise_if_any(step)
-            match.placement.fill()
-            match.apply()
-        self.last_restore = RestoreReport(
-            step=step,
-            bytes=match.placement.nbytes,
-            seconds=time.monotonic() - began,
-            missing=tuple(match.findings.missing),
-            unexpected=tuple(match.findings.unexpected),
-            mismatched=tuple(match.findings.mismatched),
-            skipped=tuple(skipped),
-        )
-        return step
 
     # --- asking ----------------------------------------------------------------------------
 
@@ -334,6 +320,20 @@ class Checkpointer:
         """Whether a step that was a checkpoint or a save of ours still is one: retention may have removed it."""
         return self._catalog.is_committed(step) or any(save.step == step for save in self._ledger.in_flight)
 
+    @property
+    def _seat(self) -> Seat:
+        """Where this rank stands among those that hold parts of the same tensors."""
+        group = self._group
+        knows_ranks = group.world_size > 1 and group.is_global
+        return Seat(group.rank, knows_ranks, writes_once=knows_ranks and self._catalog.rank is None)
+
+    def _committed(self, step: int) -> None:
+        if self._catalog.rank is not None:
+            self._group.note_sealed(step)
+
+    def _complete_step(self) -> int:
+        return self._group.complete_step() if self._catalog.rank is not None else -1
+
     def _before_wait(self) -> None:
         if self._audit:
             self._stager.fence()
@@ -371,3 +371,9 @@ class Fence:
 def _check_choice(name: str, given: str, choices: tuple[str, ...]) -> None:
     if given not in choices:
         raise ConfigError(f"{name}={given!r}: give one of {', '.join(map(repr, choices))}")
+
+
+def _check_deadline(deadline_s: float) -> float:
+    if isinstance(deadline_s, bool) or not isinstance(deadline_s, int | float) or not 0 < deadline_s < math.inf:
+        raise ConfigError(f"deadline_s={deadline_s!r}: give a number of seconds above 0")
+    return float(deadline_s)

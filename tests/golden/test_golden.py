@@ -15,14 +15,16 @@ from safetensors import safe_open
 import stillframe
 from stillframe import Catalog, Checkpointer
 from stillframe.format import records
-from stillframe.format.records import Manifest, RankEntry, SealDraft, Segment
-from stillframe.format.segment import Shard, encode_header
+from stillframe.format.records import Manifest, RankEntry, SealDraft, Segment, Team
+from stillframe.format.segment import Shard, Whole, encode_header
 from stillframe.format.tree import (
     ArrayNode,
     DictNode,
     LeafNode,
     ListNode,
     ObjectNode,
+    Part,
+    ShardedNode,
     TensorNode,
     TupleNode,
     ValueNode,
@@ -101,43 +103,50 @@ def test_the_seal_written_now_has_the_same_body_but_for_the_attempt(written_now:
     bodies = [json.loads(path.read_bytes())["body"] for path in (seal, SEAL)]
     for body in bodies:
         assert body["segment"].pop("file") == f"rank-00000-{body.pop('attempt')}.safetensors"
+    assert bodies[0].pop("teams") == []  # new in version 2, as is "whole"
+    assert [shard.pop("whole") for shard in bodies[0]["shards"]] == [None] * len(bodies[0]["shards"])
     assert bodies[0] == bodies[1]
 
 
 # --- exact bytes ---------------------------------------------------------------------------
 
-SHARDS = [Shard("m/w", "F32", (2, 3), 0, 24, "cuda"), Shard("é", "BOOL", (), 24, 25)]
+SHARDS = [Shard("m/w", "F32", (2, 3), 0, 24, "cuda", Whole("m/w", (4, 3), (2, 0))), Shard("é", "BOOL", (), 24, 25)]
 TREE = DictNode(
-    ["a", 7, {"$": "tuple", "items": [1, 2]}],
+    ["a", 7, {"$": "tuple", "items": [1, 2]}, "s"],
     [
         ObjectNode("torch.nn.Linear", DictNode(["w"], [TensorNode(0)], is_ordered=True)),
         ListNode([TensorNode(1), TensorNode(0, View("F32", (3,), (2,), 1)), ArrayNode(1, "|b1")]),
         LeafNode("point", TupleNode([ValueNode(0)])),
+        ShardedNode("m/w", "F32", (4, 3), [Part(0, (2, 0), (2, 3))]),
     ],
 )
 ZEROS = "0" * 32
 GOLDEN_SEAL = (
-    '{"stillframe":1,"kind":"seal","xxh3_128":"d1850d2413c2b31c1d4e9fe81e08415e","body":{'
+    '{"stillframe":2,"kind":"seal","xxh3_128":"19660344844dd94cdbcc4b7d1ac87b28","body":{'
     '"step":7,"rank":0,"world_size":1,"attempt":"0123abcd",'
-    '"shards":[{"name":"m/w","dtype":"F32","shape":[2,3],"start":0,"end":24,"device":"cuda"},'
-    '{"name":"é","dtype":"BOOL","shape":[],"start":24,"end":25,"device":"cpu"}],'
-    '"tree":{"kind":"dict","keys":["a",7,{"$":"tuple","items":[1,2]}],"items":['
+    '"shards":[{"name":"m/w","dtype":"F32","shape":[2,3],"start":0,"end":24,"device":"cuda",'
+    '"whole":{"tensor":"m/w","shape":[4,3],"offset":[2,0]}},'
+    '{"name":"é","dtype":"BOOL","shape":[],"start":24,"end":25,"device":"cpu","whole":null}],'
+    '"tree":{"kind":"dict","keys":["a",7,{"$":"tuple","items":[1,2]},"s"],"items":['
     '{"kind":"object","type":"torch.nn.Linear","item":{"kind":"dict","keys":["w"],'
     '"items":[{"kind":"tensor","shard":0,"view":null}],"is_ordered":true}},'
     '{"kind":"list","items":[{"kind":"tensor","shard":1,"view":null},'
     '{"kind":"tensor","shard":0,"view":{"dtype":"F32","shape":[3],"stride":[2],"offset":1}},'
     '{"kind":"array","shard":1,"dtype":"|b1"}]},'
-    '{"kind":"leaf","name":"point","item":{"kind":"tuple","items":[{"kind":"value","value":0}]}}],"is_ordered":false},'
+    '{"kind":"leaf","name":"point","item":{"kind":"tuple","items":[{"kind":"value","value":0}]}},'
+    '{"kind":"sharded","tensor":"m/w","dtype":"F32","shape":[4,3],"parts":[{"rank":0,"offset":[2,0],"shape":[2,3]}]}],'
+    '"is_ordered":false},'
     '"values":[{"$":"float","bits":"7ff8000000000000"}],'
+    '"teams":[{"ranks":"00000000000000000000000000000000","size":2,"tensors":"00000000000000000000000000000000"}],'
     '"segment":{"file":"rank-00000-0123abcd.safetensors","bytes":4121,"data_start":4096,'
     '"header":"00000000000000000000000000000000","chunk_bytes":16777216,'
     '"chunks":["00000000000000000000000000000000"]}}}\n'
 )
 GOLDEN_MANIFEST = (
-    '{"stillframe":1,"kind":"manifest","xxh3_128":"2335efb343bddcdf57142990392d50d2","body":{'
+    '{"stillframe":2,"kind":"manifest","xxh3_128":"1db05029fbfa85a37a78fc573570dece","body":{'
     '"step":7,"attempt":"0123abcd","world_size":1,"created_unix_s":1700000000.5,"stage_s":0.25,"commit_s":1.5,'
     '"ranks":[{"rank":0,"segment":"rank-00000-0123abcd.safetensors","segment_bytes":4121,'
-    '"seal":"rank-00000-0123abcd.seal.json","seal_digest":"00000000000000000000000000000000"}]}}\n'
+    '"seal":"rank-00000-0123abcd.seal.json","seal_digest":"00000000000000000000000000000000"}],"rank":null}}\n'
 )
 
 
@@ -160,6 +169,7 @@ def test_a_seal_has_exactly_these_bytes() -> None:
         shards=records.encode_shards(SHARDS),
         tree=records.encode_tree(TREE),
         values=msgspec.Raw(b'[{"$":"float","bits":"7ff8000000000000"}]'),
+        teams=[Team(ZEROS, 2, ZEROS)],
     )
     segment = Segment("rank-00000-0123abcd.safetensors", 4121, 4096, ZEROS, 16777216, [ZEROS])
     assert records.encode_seal(draft, segment).decode() == GOLDEN_SEAL

@@ -17,14 +17,15 @@ LAYERS = [
     {"checkpointer"},
     {"restore"},
     {"stage", "keeper"},
-    {"catalog"},
+    {"start"},
+    {"catalog", "group"},
     {"link"},
     {"format", "storage"},
     {"model", "retention"},
     {"units"},
     {"errors"},
 ]
-TORCH = {"checkpointer", "stage", "restore"}
+TORCH = {"checkpointer", "stage", "restore", "group"}
 
 
 def part_of(module: str) -> str:

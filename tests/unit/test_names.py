@@ -40,7 +40,7 @@ def test_partial_files_are_recognised_as_partial(rank: int, attempt: str) -> Non
 def test_every_file_stillframe_makes_in_a_step_is_ours(rank: int, attempt: str) -> None:
     made = [names.segment(rank, attempt), names.seal(rank, attempt)]
     made += [name + names.PARTIAL for name in made]
-    made += [names.MANIFEST, names.DAMAGED_MANIFEST, names.manifest_partial(attempt)]
+    made += [names.MANIFEST, names.damaged_manifest(), names.manifest_partial(attempt)]
     assert all(map(names.is_ours, made))
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from stillframe.units import MIB
 
-VERSION = 1
+VERSION = 2
+"""What is written; everything from 1 on is read.  Version 2 has tensors whose parts lie in several segments."""
 MAX_HEADER_BYTES = 100_000_000
 """safetensors' own limit."""
 MAX_SEAL_BYTES = 128 * MIB
 MAX_MANIFEST_BYTES = 64 * MIB
+MAX_FAILURE_BYTES = MIB
 MAX_CHUNK_BYTES = 1024 * MIB
 """A reader holds a few chunks in memory."""
 MAX_DEPTH = 100

@@ -10,12 +10,11 @@ import re
 from dataclasses import dataclass
 
 MANIFEST = "manifest.json"
-DAMAGED_MANIFEST = "manifest.damaged.json"
 PARTIAL = ".partial"
 
 _STEP = re.compile(r"step-(\d{12})", re.ASCII)
-_RANK_FILE = re.compile(r"rank-(\d{5})-([0-9a-f]{8})\.(safetensors|seal\.json)(\.partial)?", re.ASCII)
-_MANIFEST_PARTIAL = re.compile(r"manifest\.json\.[0-9a-f]{8}\.partial", re.ASCII)
+_RANK_FILE = re.compile(r"rank-(\d{5})-([0-9a-f]{8})\.(safetensors|seal\.json|failure\.json)(\.partial)?", re.ASCII)
+_MANIFEST = re.compile(r"manifest(-\d{5})?(\.damaged)?\.json(\.[0-9a-f]{8}\.partial)?", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +42,25 @@ def seal(rank: int, attempt: str) -> str:
     return f"rank-{rank:05d}-{attempt}.seal.json"
 
 
+def failure(rank: int, attempt: str) -> str:
+    return f"rank-{rank:05d}-{attempt}.failure.json"
+
+
+def manifest(rank: int | None = None) -> str:
+    """The commit of all ranks; or of one alone, in a root that the others do not see."""
+    return MANIFEST if rank is None else f"manifest-{rank:05d}.json"
+
+
+def damaged_manifest(rank: int | None = None) -> str:
+    return manifest(rank).replace(".json", ".damaged.json")
+
+
 def lock(rank: int) -> str:
     return f"rank-{rank:05d}.lock"
 
 
-def manifest_partial(attempt: str) -> str:
-    return f"{MANIFEST}.{attempt}{PARTIAL}"
+def manifest_partial(attempt: str, rank: int | None = None) -> str:
+    return f"{manifest(rank)}.{attempt}{PARTIAL}"
 
 
 def parse_rank_file(name: str) -> RankFile | None:
@@ -56,10 +68,11 @@ def parse_rank_file(name: str) -> RankFile | None:
     return RankFile(int(found[1]), found[2], found[3], found[4] is not None) if found else None
 
 
+def is_manifest(name: str) -> bool:
+    """Of all ranks or of one, whole, partial or damaged."""
+    return _MANIFEST.fullmatch(name) is not None
+
+
 def is_ours(name: str) -> bool:
     """Whether a file in a step's directory was made by stillframe, and may be deleted with the step."""
-    return (
-        name in (MANIFEST, DAMAGED_MANIFEST)
-        or _RANK_FILE.fullmatch(name) is not None
-        or _MANIFEST_PARTIAL.fullmatch(name) is not None
-    )
+    return is_manifest(name) or _RANK_FILE.fullmatch(name) is not None

@@ -22,11 +22,15 @@ from stillframe.format.segment import Shard, check_shards
 from stillframe.format.tree import Node, check_tree
 from stillframe.model import BLOCK_BYTES, MAX_STEP
 
-Kind = Literal["seal", "manifest"]
+Kind = Literal["seal", "manifest", "failure"]
 _TOO_LARGE = (
     "the {what} would take {size} bytes; the format allows {limit}: put large Python values in a tensor or an array"
 )
-_MAX_BYTES: dict[Kind, int] = {"seal": limits.MAX_SEAL_BYTES, "manifest": limits.MAX_MANIFEST_BYTES}
+_MAX_BYTES: dict[Kind, int] = {
+    "seal": limits.MAX_SEAL_BYTES,
+    "manifest": limits.MAX_MANIFEST_BYTES,
+    "failure": limits.MAX_FAILURE_BYTES,
+}
 
 
 class _Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -61,6 +65,17 @@ class Segment(_Record, frozen=True):
         return self.bytes - self.data_start
 
 
+class Team(_Record, frozen=True):
+    """Ranks that hold parts of the same tensors, and a digest of which tensors: all of them must seal the same.
+
+    ``ranks`` is a digest of the ranks' numbers; there may be thousands.
+    """
+
+    ranks: str
+    size: int
+    tensors: str
+
+
 class SealDraft(_Record, frozen=True):
     """What of a seal is known when the save is requested; tree, shards and values are already JSON."""
 
@@ -71,6 +86,7 @@ class SealDraft(_Record, frozen=True):
     shards: msgspec.Raw
     tree: msgspec.Raw
     values: msgspec.Raw
+    teams: list[Team] = []
 
 
 class Seal(_Record, frozen=True):
@@ -82,6 +98,7 @@ class Seal(_Record, frozen=True):
     shards: list[Shard]
     tree: Node
     values: list[Any]
+    teams: list[Team] = []
 
 
 class RankEntry(_Record, frozen=True):
@@ -101,14 +118,41 @@ class Manifest(_Record, frozen=True):
     world_size: int
     created_unix_s: float
     stage_s: float
-    """From ``save()`` to staged, of the slowest rank."""
+    """From ``save()`` to staged, on the rank that wrote this."""
     commit_s: float
     """From ``save()`` to this manifest."""
     ranks: list[RankEntry]
+    rank: int | None = None
+    """The one rank that this commits, in a root that the other ranks do not see; ``None``: it commits all."""
 
     @property
     def bytes(self) -> int:
         return sum(entry.segment_bytes for entry in self.ranks)
+
+
+class Failure(_Record, frozen=True):
+    """A rank's word that it will never seal this step; rank 0's, that it will never be committed."""
+
+    step: int
+    rank: int
+    attempt: str
+    error: str
+    message: str
+
+
+class _SegmentBrief(msgspec.Struct, frozen=True):
+    bytes: int
+
+
+class SealBrief(msgspec.Struct, frozen=True):
+    """What a commit needs to know of a seal."""
+
+    step: int
+    rank: int
+    world_size: int
+    attempt: str
+    segment: _SegmentBrief
+    teams: list[Team] = []
 
 
 def encode_seal(draft: SealDraft, segment: Segment) -> bytes:
@@ -127,6 +171,10 @@ def check_draft(draft: SealDraft) -> None:
 
 def encode_manifest(manifest: Manifest) -> bytes:
     return _seal_up("manifest", msgspec.json.encode(manifest))
+
+
+def encode_failure(failure: Failure) -> bytes:
+    return _seal_up("failure", msgspec.json.encode(failure))
 
 
 def _seal_up(kind: Kind, body: bytes) -> bytes:
@@ -154,6 +202,16 @@ def decode_manifest(data: bytes, *, file: str) -> Manifest:
     except FormatError as error:
         raise FormatError(f"{file}: {error}") from None
     return manifest
+
+
+def decode_seal_brief(data: bytes, *, file: str) -> SealBrief:
+    """The same without looking at tree, shards and values; the checksum covers them."""
+    return _open("seal", data, SealBrief, file)
+
+
+def decode_failure(data: bytes, *, file: str) -> Failure:
+    """Raises :class:`FormatError` or :class:`VersionError`, naming ``file``."""
+    return _open("failure", data, Failure, file)
 
 
 _T = TypeVar("_T")
@@ -207,8 +265,9 @@ def _check_seal(seal: Seal) -> None:
 
 def _check_manifest(manifest: Manifest) -> None:
     _check_common(manifest.step, manifest.world_size, manifest.attempt)
-    if [entry.rank for entry in manifest.ranks] != list(range(manifest.world_size)):
-        raise FormatError("the ranks are not 0, 1, 2, …")
+    ranks = list(range(manifest.world_size)) if manifest.rank is None else [manifest.rank]
+    if [entry.rank for entry in manifest.ranks] != ranks or not 0 <= ranks[0] < manifest.world_size:
+        raise FormatError(f"the ranks are not {'0, 1, 2, …' if manifest.rank is None else manifest.rank}")
     for entry in manifest.ranks:
         expected = names.segment(entry.rank, manifest.attempt), names.seal(entry.rank, manifest.attempt)
         if (entry.segment, entry.seal) != expected or entry.segment_bytes < 0:

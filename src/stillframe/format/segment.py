@@ -36,8 +36,16 @@ NUMPY_DTYPES = {
 """How numpy writes the dtypes that it has too."""
 
 
+class Whole(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The tensor that a shard is a box of: its name in every seal, its shape, and where in it the box begins."""
+
+    tensor: str
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+
+
 class Shard(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One tensor, or one rank's part of it, in a segment; ``start`` and ``end`` count from the first data byte."""
+    """One tensor, or one rank's box of it, in a segment; ``start`` and ``end`` count from the first data byte."""
 
     name: str
     dtype: str
@@ -46,6 +54,8 @@ class Shard(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     end: int
     device: str = "cpu"
     """Type of the device it was copied from, so that a restore can allocate it there again."""
+    whole: Whole | None = None
+    """``None``: it is all there is of this rank's tensor."""
 
     @property
     def nbytes(self) -> int:
@@ -83,6 +93,18 @@ def check_shards(shards: Sequence[Shard], data_bytes: int) -> None:
             raise FormatError(f"tensor {shard.name!r} has an impossible shape {shard.shape}")
         if shard.start != at or shard.start % item_bytes or shard.nbytes != math.prod(shard.shape) * item_bytes:
             raise FormatError(f"tensor {shard.name!r} does not lie where its shape puts it")
+        if shard.whole is not None:
+            check_box(shard.whole.shape, shard.whole.offset, shard.shape, shard.name)
         at = shard.end
     if at != data_bytes:
         raise FormatError(f"the tensors take {at} bytes, the data has {data_bytes}")
+
+
+def check_box(whole: Sequence[int], offset: Sequence[int], shape: Sequence[int], name: str) -> None:
+    """The box lies within the tensor; else :class:`FormatError`."""
+    is_inside = len(whole) == len(offset) == len(shape) <= limits.MAX_DIMENSIONS and all(
+        at >= 0 and size >= 0 and at + size <= extent < 1 << 62
+        for at, size, extent in zip(offset, shape, whole, strict=True)
+    )
+    if not is_inside:
+        raise FormatError(f"a part of tensor {name!r} at {tuple(offset)} of shape {tuple(shape)} lies outside of it")

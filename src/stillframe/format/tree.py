@@ -13,7 +13,7 @@ import msgspec
 
 from stillframe.errors import FormatError
 from stillframe.format import limits
-from stillframe.format.segment import NUMPY_DTYPES, Shard
+from stillframe.format.segment import ITEM_BYTES, NUMPY_DTYPES, Shard, check_box
 
 
 class _Node(msgspec.Struct, frozen=True, tag_field="kind", forbid_unknown_fields=True):
@@ -65,6 +65,26 @@ class TensorNode(_Node, frozen=True, tag="tensor"):
     view: View | None = None
 
 
+class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A box of a tensor, and the rank whose segment holds it."""
+
+    rank: int
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+class ShardedNode(_Node, frozen=True, tag="sharded"):
+    """A tensor of which every rank holds boxes, or that all of them hold; ``parts`` make up what this rank held.
+
+    The shards of all seals whose ``whole`` names this ``tensor`` make up the tensor.
+    """
+
+    tensor: str
+    dtype: str
+    shape: tuple[int, ...]
+    parts: list[Part]
+
+
 class ArrayNode(_Node, frozen=True, tag="array"):
     """A numpy array; ``dtype`` is numpy's, ``shard`` holds its bytes."""
 
@@ -76,7 +96,10 @@ class ValueNode(_Node, frozen=True, tag="value"):
     value: int
 
 
-Node = Union[DictNode, ListNode, TupleNode, ObjectNode, LeafNode, TensorNode, ArrayNode, ValueNode]  # noqa: UP007
+Node = Union[DictNode, ListNode, TupleNode, ObjectNode, LeafNode, TensorNode, ShardedNode, ArrayNode, ValueNode]  # noqa: UP007
+
+
+LEAVES = (TensorNode, ShardedNode, ArrayNode, ValueNode)
 
 
 def check_tree(tree: Node, shards: Sequence[Shard], values: Sequence[Any]) -> None:
@@ -85,7 +108,7 @@ def check_tree(tree: Node, shards: Sequence[Shard], values: Sequence[Any]) -> No
     stack: list[tuple[Node, int]] = [(tree, 1)]
     while stack:
         node, depth = stack.pop()
-        if depth > limits.MAX_DEPTH and not isinstance(node, TensorNode | ArrayNode | ValueNode):
+        if depth > limits.MAX_DEPTH and not isinstance(node, LEAVES):
             raise FormatError(f"the state is nested deeper than {limits.MAX_DEPTH} levels")
         if isinstance(node, DictNode):
             if len(node.keys) != len(node.items):
@@ -99,10 +122,20 @@ def check_tree(tree: Node, shards: Sequence[Shard], values: Sequence[Any]) -> No
         elif isinstance(node, ValueNode):
             if not 0 <= node.value < len(values):
                 raise FormatError(f"the tree names value {node.value} of {len(values)}")
+        elif isinstance(node, ShardedNode):
+            _check_sharded(node)
         elif not 0 <= node.shard < len(shards):
             raise FormatError(f"the tree names shard {node.shard} of {len(shards)}")
         elif isinstance(node, ArrayNode) and NUMPY_DTYPES.get(shards[node.shard].dtype) != node.dtype:
             raise FormatError(f"a numpy array of dtype {node.dtype!r} is stored as {shards[node.shard].dtype}")
+
+
+def _check_sharded(node: ShardedNode) -> None:
+    if node.dtype not in ITEM_BYTES:
+        raise FormatError(f"tensor {node.tensor!r} has an unknown dtype {node.dtype!r}")
+    check_box(node.shape, (0,) * len(node.shape), node.shape, node.tensor)
+    for part in node.parts:
+        check_box(node.shape, part.offset, part.shape, node.tensor)
 
 
 def _check_depth(values: Sequence[Any]) -> None:

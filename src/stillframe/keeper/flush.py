@@ -16,14 +16,17 @@ from pathlib import Path
 
 import msgspec
 
+from stillframe.catalog import Catalog
 from stillframe.errors import ExistsError, StorageError
 from stillframe.format import names
 from stillframe.format.digest import digest, digest_of
 from stillframe.format.records import (
+    Failure,
     Manifest,
     RankEntry,
     SealDraft,
     Segment,
+    encode_failure,
     encode_manifest,
     encode_seal,
 )
@@ -48,17 +51,22 @@ class Flush:
     ``tidying`` is held while directories are made or removed: a step may be saved again that is just being pruned.
     """
 
-    def __init__(self, begin: Begin, header: bytes, draft: SealDraft, root: Path, tidying: threading.Lock) -> None:
+    def __init__(
+        self, begin: Begin, header: bytes, draft: SealDraft, catalog: Catalog, tidying: threading.Lock
+    ) -> None:
         self.begin = begin
         self.draft = draft
         self.error: Exception | None = None
         self.staged_s: float | None = None
         self.pending: list[Future[None]] = []
-        self.dir = root / names.step_dir(begin.step)
+        self.old_failure: int | None = None
+        self.dir = catalog.dir(begin.step)
+        self._catalog = catalog
         self._header = header
         self._digests: list[str | None] = [None] * (-(-begin.data_bytes // CHUNK_BYTES))
         self._lazy: dict[int, str] = {}
         self._file: WriteFile | None = None
+        self._entry: RankEntry | None = None
         self._has_files = False
         self._opening = threading.Lock()
         self._tidying = tidying
@@ -87,17 +95,33 @@ class Flush:
         with self._opening:
             if self._file is None:
                 with durable.storage_errors(f"creating {self._partial_path}"), self._tidying:
-                    if (self.dir / names.MANIFEST).exists():
+                    if self._catalog.is_committed(self.begin.step):
                         raise ExistsError(f"step {self.begin.step} is already a checkpoint in {self.dir.parent}")
-                    durable.make_dirs(self.dir.parent)
-                    durable.make_dir(self.dir)
-                    self._has_files = True
-                    file = WriteFile(self._partial_path, len(self._header) + self.begin.data_bytes)
-                    self._file = file
+                    file = self._file = self._create()
                     header = aligned_buffer(len(self._header))
                     header[: len(self._header)] = self._header
                     file.write_at(memoryview(header)[: len(self._header)], 0)
             return self._file
+
+    def _create(self) -> WriteFile:
+        """The segment's file; the coordinator may be sweeping the step's empty directory away just now."""
+        for is_last in (False, False, True):
+            durable.make_dirs(self.dir.parent)
+            durable.make_dir(self.dir)
+            self._has_files = True
+            self._forget_failures()
+            try:
+                return WriteFile(self._partial_path, len(self._header) + self.begin.data_bytes)
+            except FileNotFoundError:
+                if is_last:
+                    raise
+        raise AssertionError
+
+    def _forget_failures(self) -> None:
+        """Of an earlier try to save this step: our own file goes, rank 0's is known as an old one."""
+        durable.remove(self.dir / names.failure(self.draft.rank, self.draft.attempt))
+        with contextlib.suppress(FileNotFoundError):
+            self.old_failure = (self.dir / names.failure(0, self.draft.attempt)).lstat().st_ino
 
     def write(self, chunk: Chunk, memory: memoryview) -> None:
         """Hash a chunk and write it at its place; ``memory`` is its whole span."""
@@ -126,7 +150,13 @@ class Flush:
         digests = tuple(self._lazy[index] for index in sorted(self._lazy))
         return Fingerprint(self.begin.layout, digests) if digests else None
 
-    def seal(self) -> RankEntry:
+    @property
+    def entry(self) -> RankEntry:
+        """What the manifest says of this rank, once it is sealed."""
+        assert self._entry is not None
+        return self._entry
+
+    def seal(self) -> None:
         """Segment durable, then seal durable.  Blocks; raises."""
         file = self.open()
         chunks = [each for each in self._digests if each is not None]
@@ -148,10 +178,11 @@ class Flush:
             partial = path.with_name(path.name + names.PARTIAL)
             durable.write_partial(partial, data)
             durable.publish(partial, path)
-        return RankEntry(self.draft.rank, segment.file, segment.bytes, path.name, digest(data))
+        self._entry = RankEntry(self.draft.rank, segment.file, segment.bytes, path.name, digest(data))
 
     def commit(self, ranks: list[RankEntry]) -> None:
         """Publish the manifest: from here on the checkpoint exists.  Blocks; raises."""
+        rank = self._catalog.rank
         now = time.monotonic()
         manifest = Manifest(
             step=self.begin.step,
@@ -161,11 +192,12 @@ class Flush:
             stage_s=(self.staged_s or now) - self.begin.requested_s,
             commit_s=now - self.begin.requested_s,
             ranks=ranks,
+            rank=rank,
         )
-        partial = self.dir / names.manifest_partial(self.draft.attempt)
+        partial = self.dir / names.manifest_partial(self.draft.attempt, rank)
         with durable.storage_errors(f"publishing the manifest of step {self.begin.step}"):
             durable.write_partial(partial, encode_manifest(manifest))
-            durable.publish_new(partial, self.dir / names.MANIFEST)
+            durable.publish_new(partial, self._catalog.manifest_path(self.begin.step))
 
     def close(self) -> None:
         if self._file is not None:
@@ -183,9 +215,19 @@ class Flush:
                     with contextlib.suppress(OSError):
                         durable.remove(each)
             with contextlib.suppress(OSError):
-                durable.remove(self.dir / names.manifest_partial(self.draft.attempt))
+                durable.remove(self.dir / names.manifest_partial(self.draft.attempt, self._catalog.rank))
         with contextlib.suppress(OSError):
             durable.remove_dir(self.dir)
+
+    def report_failure(self, error: str, message: str) -> None:
+        """Tell the other ranks, who may be waiting, that this one will not come; best effort, they have a deadline."""
+        failure = Failure(self.begin.step, self.draft.rank, self.draft.attempt, error, message[:10_000])
+        path = self.dir / names.failure(self.draft.rank, self.draft.attempt)
+        partial = path.with_name(path.name + names.PARTIAL)
+        with contextlib.suppress(OSError):
+            durable.make_dir(self.dir)
+            durable.write_partial(partial, encode_failure(failure))
+            durable.publish(partial, path)
 
 
 def read_draft(fd_bytes: bytes, begin: Begin) -> tuple[bytes, SealDraft]:

@@ -7,6 +7,7 @@ so also resumes from the newest checkpoint there is.  The lock's file says who h
 
 from __future__ import annotations
 
+import enum
 import errno
 import fcntl
 import os
@@ -39,6 +40,42 @@ class Holder(msgspec.Struct, frozen=True):
     """Why the last save could not be committed, when no trainer was left to be told."""
 
 
+class Life(enum.Enum):
+    """What a rank's lock says of its keeper of a given attempt."""
+
+    ALIVE = "alive"
+    GONE = "gone"
+    UNKNOWN = "unknown"
+    """It never held the lock, as far as the file tells: it starts still, or somebody has taken its place."""
+
+
+def life_of(root: Path, rank: int, attempt: str) -> Life:
+    """Looked up without waiting."""
+    try:
+        fd = os.open(root / names.lock(rank), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return Life.UNKNOWN
+    try:
+        holder = _read(fd)
+        if holder is None or holder.attempt != attempt:
+            return Life.UNKNOWN
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return Life.ALIVE
+    except OSError:
+        return Life.UNKNOWN
+    finally:
+        os.close(fd)
+    return Life.GONE
+
+
+def _read(fd: int) -> Holder | None:
+    try:
+        return msgspec.json.decode(os.pread(fd, 4096, 0), type=Holder)
+    except (OSError, msgspec.MsgspecError):
+        return None
+
+
 class RootLock:
     """Durability: the lock dies with the process, however that ends."""
 
@@ -52,6 +89,10 @@ class RootLock:
     @property
     def is_held(self) -> bool:
         return self._fd >= 0
+
+    @property
+    def is_supported(self) -> bool:
+        return not self._is_unsupported
 
     @property
     def is_wanted(self) -> bool:
@@ -70,7 +111,7 @@ class RootLock:
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                holder = self._read(fd)
+                holder = _read(fd)
                 waited_s = time.monotonic() - began
                 limit_s = FINISH_S if holder is not None and holder.state == "finishing" else GRACE_S
                 if waited_s > limit_s:
@@ -85,7 +126,7 @@ class RootLock:
                 raise
             else:
                 break
-        holder = self._read(fd)
+        holder = _read(fd)
         self.previous_failure = holder.failure if holder else ""
         self._fd = fd
         self.note("training")
@@ -100,12 +141,6 @@ class RootLock:
             os.ftruncate(self._fd, len(data))
         except OSError:
             pass  # a full disk; the lock itself holds
-
-    def _read(self, fd: int) -> Holder | None:
-        try:
-            return msgspec.json.decode(os.pread(fd, 4096, 0), type=Holder)
-        except (OSError, msgspec.MsgspecError):
-            return None
 
     def _refusal(self, holder: Holder | None) -> str:
         who = f"pid {holder.pid} on {holder.host} ({holder.state})" if holder else "another process"

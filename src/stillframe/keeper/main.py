@@ -6,6 +6,7 @@ pidfd, because data-loader workers forked from the trainer keep the socket open.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
@@ -22,9 +23,11 @@ from pathlib import Path
 from stillframe import errors
 from stillframe.catalog import Catalog
 from stillframe.errors import StillframeError, StorageError
-from stillframe.keeper import prune
+from stillframe.keeper.commit import COORDINATOR, Coordinator, Member, Terms
 from stillframe.keeper.flush import Fingerprint, Flush, read_draft
 from stillframe.keeper.lock import RootLock
+from stillframe.keeper.prune import Pruner, sweep
+from stillframe.keeper.waiting import Waiting
 from stillframe.link import messages
 from stillframe.link.channel import Channel
 from stillframe.link.messages import FromKeeper, FromTrainer
@@ -37,14 +40,16 @@ _WRITERS = 4
 _NICE = 10
 _POLL_MS = 50
 _PR_SET_NAME = 15
+_MAX_TOLD = 100
+"""Ranks named in one message."""
 
 
 class Keeper:
-    def __init__(self, root: Path, attempt: str, rank: int, keep: Keep, sock: int, trainer: int) -> None:
-        self._catalog = Catalog(root)
+    def __init__(self, terms: Terms, rank: int, keep: Keep, is_shared: bool, sock: int, trainer: int) -> None:
+        self._terms = terms
+        self._catalog = Catalog(terms.root, None if is_shared else rank)
         self._rank = rank
-        self._keep = keep
-        self._lock = RootLock(root, rank, attempt)
+        self._lock = RootLock(terms.root, rank, terms.attempt)
         self._channel: Channel[FromTrainer, FromKeeper] = Channel(socket.socket(fileno=sock), FromTrainer)
         self._trainer = trainer
         self._is_orphan = False
@@ -52,10 +57,13 @@ class Keeper:
         self._arena: memoryview | None = None
         self._flushes: dict[int, Flush] = {}
         self._previous: Fingerprint | None = None
+        self._complete_step = -1
+        self._pruner = Pruner(self._catalog, keep, rank, terms.attempt)
         self._tidying = threading.Lock()
         self._failure = ""
         self._writers = ThreadPoolExecutor(_WRITERS, "stillframe-flush")
         self._finisher = ThreadPoolExecutor(1, "stillframe-finish")
+        self._waiting = Waiting(self._settle, self._tell_waiting, self._tidy, lambda: self._is_orphan)
 
     def run(self) -> int:
         # SIGTERM too: it often goes to a whole job, whose trainer may still save.  The trainer's end is what counts.
@@ -71,6 +79,7 @@ class Keeper:
             self._abandon(save)
         self._writers.shutdown()
         self._finisher.shutdown()
+        self._waiting.finish()
         return 0
 
     def _take_root(self) -> None:
@@ -90,8 +99,8 @@ class Keeper:
             with durable.storage_errors(f"locking {self._catalog.root}"):
                 durable.make_dirs(self._catalog.root)
                 self._lock.acquire()
-                if self._lock.is_held:
-                    prune.sweep(self._catalog)
+                if self._lock.is_held and (self._rank == 0 or self._catalog.rank is not None):
+                    sweep(self._catalog, self._terms.attempt)
 
     # --- listening -------------------------------------------------------------------------
 
@@ -152,7 +161,10 @@ class Keeper:
     def _begin(self, message: messages.Begin, fd: int) -> None:
         with open(fd, "rb") as file:
             header, draft = read_draft(os.pread(file.fileno(), message.header_bytes + message.draft_bytes, 0), message)
-        flush = Flush(message, header, draft, self._catalog.root, self._tidying)
+        flush = Flush(message, header, draft, self._catalog, self._tidying)
+        self._complete_step = max(self._complete_step, message.complete_step)
+        with self._tidying:
+            self._pruner.begun(message.step)
         flush.attempt(self._lock_root)
         self._flushes[message.save] = flush
         flush.pending.append(self._writers.submit(flush.attempt, flush.open))
@@ -173,32 +185,57 @@ class Keeper:
     def _finish(self, save: int, flush: Flush) -> None:
         for each in flush.pending:
             each.result()
-        flush.attempt(lambda: self._seal_and_commit(save, flush))
+        flush.attempt(lambda: self._seal(save, flush))
+        if flush.error is not None or self._is_alone:
+            self._settle(save, flush)
+        elif self._rank == COORDINATOR:
+            self._waiting.add(save, Coordinator(flush, self._terms, self._lock.is_supported))
+        else:
+            self._waiting.add(save, Member(flush, self._terms, self._lock.is_supported))
+
+    def _settle(self, save: int, flush: Flush) -> None:
+        """It is committed, or has failed: the end of it."""
         if flush.error is not None:
             self._fail(save, flush)
         else:
             committed_s = time.monotonic()
             self._note("")
-            self._prune()
+            self._prune(flush.begin.step)
             self._tell(messages.Committed(save, committed_s))  # only now: who has waited sees what the policy keeps
         flush.close()
         del self._flushes[save]
 
-    def _seal_and_commit(self, save: int, flush: Flush) -> None:
-        entry = flush.seal()
+    def _seal(self, save: int, flush: Flush) -> None:
+        flush.seal()
         fingerprint = flush.fingerprint
         is_unchanged = fingerprint is not None and fingerprint == self._previous
         self._previous = fingerprint
         self._tell(messages.Sealed(save, time.monotonic(), is_unchanged))
-        flush.commit([entry])
+        if self._is_alone:
+            flush.commit([flush.entry])
 
-    def _prune(self) -> None:
-        if self._keep != Keep():
-            try:
-                with self._tidying:
-                    prune.prune(self._catalog, self._keep)
-            except (OSError, StillframeError) as error:
-                self._tell(messages.Notice(f"old checkpoints could not be removed: {error}"))
+    @property
+    def _is_alone(self) -> bool:
+        """It commits by itself: there is one rank, or each has a root of its own."""
+        return self._terms.world_size == 1 or self._catalog.rank is not None
+
+    def _tell_waiting(self, save: int, ranks: list[int]) -> None:
+        self._tell(messages.Waiting(save, tuple(ranks[:_MAX_TOLD])))
+
+    def _tidy(self) -> bool:
+        """What the policy has let go meanwhile; tells whether there may be more."""
+        if self._pruner.has_work:
+            with contextlib.suppress(OSError, StillframeError), self._tidying:
+                self._pruner.remove_own()
+        return self._pruner.has_work
+
+    def _prune(self, step: int) -> None:
+        complete_step = None if self._catalog.rank is None else self._complete_step
+        try:
+            with self._tidying:
+                self._pruner.committed(step, complete_step)
+        except (OSError, StillframeError) as error:
+            self._tell(messages.Notice(f"old checkpoints could not be removed: {error}"))
 
     def _abandon(self, save: int) -> None:
         """A save that will not be staged: drop it, unless it is finishing already."""
@@ -211,12 +248,16 @@ class Keeper:
         for each in flush.pending:
             each.result()
         flush.discard()
+        if not self._is_alone:
+            flush.report_failure("StateError", "its trainer ended, or could not copy it, before it was staged")
         del self._flushes[save]
 
     def _fail(self, save: int, flush: Flush) -> None:
         assert flush.error is not None
         flush.discard()
         kind, message = errors.to_record(flush.error)
+        if not self._is_alone:
+            flush.report_failure(kind, message)
         self._note(f"step {flush.begin.step}: {message}")
         self._tell(messages.Failed(save, kind, message))
 
@@ -259,10 +300,12 @@ def main(
     world_size: int,
     keep_last: int | None,
     keep_every: int | None,
+    is_shared: bool,
+    deadline_s: float,
     sock: int,
     trainer: int,
 ) -> int:
-    assert world_size == 1
     os.nice(_NICE)
     ctypes.CDLL(None).prctl(_PR_SET_NAME, b"stillframe-keep", 0, 0, 0)
-    return Keeper(Path(root), attempt, rank, Keep(keep_last, keep_every), sock, trainer).run()
+    terms = Terms(Path(root), attempt, world_size, deadline_s)
+    return Keeper(terms, rank, Keep(keep_last, keep_every), is_shared, sock, trainer).run()

@@ -1,8 +1,11 @@
 """Deleting: whole checkpoints that the policy lets go, and files that never became one.
 
-Order: the manifest goes first, durably, so a half-deleted checkpoint is no checkpoint.  The
-newest one stays, whatever the policy.  One that somebody is reading (it holds a shared lock)
-stays until the next time.  Only files whose names are stillframe's are ever removed.
+Order: the manifest goes first, durably, so a half-deleted checkpoint is no checkpoint.  The newest one stays,
+whatever the policy.  One that somebody is reading (it holds a shared lock) stays until the next time.  Only
+files whose names are stillframe's are ever removed.
+
+Of several ranks, rank 0 decides and removes the manifest; each removes its own files, so that the work of one
+does not grow with their number.  What a rank left behind, rank 0 removes when it prunes the next time.
 """
 
 from __future__ import annotations
@@ -10,50 +13,117 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from stillframe.catalog import Catalog
 from stillframe.errors import StillframeError
 from stillframe.format import limits, names
+from stillframe.format.names import RankFile
 from stillframe.format.records import decode_manifest
+from stillframe.keeper.lock import Life, life_of
 from stillframe.retention import Keep
 from stillframe.storage import durable
 
 
-def prune(catalog: Catalog, keep: Keep) -> None:
-    """Apply the policy after a commit.  Raises ``OSError``; what was not deleted is tried again next time."""
-    committed = catalog.steps()
-    kept = keep.keeps(committed)
-    for step in committed:
-        if step not in kept:
-            _remove_checkpoint(catalog.dir(step))
-    for step in catalog.damaged():
-        if committed and step < committed[-1]:
-            _remove_files(catalog.dir(step))
+class Pruner:
+    """Applies the policy after each commit.  Thread: one at a time, under the keeper's tidying lock."""
+
+    def __init__(self, catalog: Catalog, keep: Keep, rank: int, attempt: str) -> None:
+        self._catalog = catalog
+        self._keep = keep
+        self._rank = rank
+        self._attempt = attempt
+        self._own: set[int] = set()
+        self._left: set[int] = set()
+
+    @property
+    def has_work(self) -> bool:
+        """A member's files may outlive their manifest for a moment."""
+        return bool(self._own) and self._keep != Keep() and not self._decides
+
+    @property
+    def _decides(self) -> bool:
+        return self._rank == 0 or self._catalog.rank is not None
+
+    def begun(self, step: int) -> None:
+        """It is being saved, perhaps again: its files are not leftovers."""
+        self._own.discard(step)
+        self._left.discard(step)
+
+    def committed(self, step: int, complete_step: int | None) -> None:
+        """Raises ``OSError``; what was not deleted is tried again next time.
+
+        ``complete_step``: in a root that is not shared, the newest step that all ranks have; nothing after it goes.
+        """
+        self._own.add(step)
+        if self._keep != Keep():
+            if self._decides:
+                self._prune(complete_step)
+            else:
+                self.remove_own()
+
+    def remove_own(self) -> None:
+        """This rank's files of steps whose manifest rank 0 has removed; a damaged one keeps them."""
+        for step in sorted(self._own):
+            if not self._catalog.is_committed(step):
+                self._own.discard(step)
+                if not os.path.lexists(self._catalog.damaged_path(step)):
+                    _remove_files(self._catalog.dir(step), lambda file: file.rank == self._rank)
+
+    def _prune(self, complete_step: int | None) -> None:
+        left, self._left = self._left, set()
+        for step in left:
+            if not self._catalog.is_committed(step):
+                _remove_files(self._catalog.dir(step), self._is_removable)
+        committed = self._catalog.steps()
+        settled = [step for step in committed if complete_step is None or step <= complete_step]
+        kept = self._keep.keeps(settled)
+        for step in settled:
+            if step not in kept:
+                self._remove_checkpoint(step)
+        for step in self._catalog.damaged():
+            if committed and step < committed[-1]:
+                _remove_files(self._catalog.dir(step), self._is_removable)
+
+    def _is_removable(self, file: RankFile) -> bool:
+        return self._catalog.rank is None or file.rank == self._catalog.rank
+
+    def _remove_checkpoint(self, step: int) -> None:
+        path = self._catalog.dir(step)
+        if path.is_symlink():
+            return
+        with _exclusive(self._catalog.manifest_path(step)) as is_free:
+            if not is_free:
+                return
+            durable.remove(self._catalog.manifest_path(step))
+            durable.sync_dir(path)
+        if step in self._own and self._catalog.rank is None:
+            self._own.discard(step)
+            self._left.add(step)
+            _remove_files(path, lambda file: file.rank == self._rank)
+        else:
+            _remove_files(path, self._is_removable)
 
 
-def sweep(catalog: Catalog) -> None:
-    """Remove what no keeper can turn into a checkpoint any more.
+def sweep(catalog: Catalog, attempt: str) -> None:
+    """Remove what no keeper can turn into a checkpoint any more: the files of attempts that are dead.
 
-    Only for the holder of the root's lock, before its first save: every other attempt is dead then.
+    For rank 0, holding the lock of the root, before its first save; in a root that is not shared, for each rank of
+    its own files.
     """
+
+    def is_dead(file: RankFile) -> bool:
+        if file.attempt == attempt or (catalog.rank is not None and file.rank != catalog.rank):
+            return False
+        return file.rank == (catalog.rank or 0) or life_of(catalog.root, file.rank, file.attempt) is not Life.ALIVE
+
     for step in catalog.step_dirs():
         path = catalog.dir(step)
         if catalog.is_committed(step):
-            _remove_strangers(path)
-        elif not os.path.lexists(path / names.DAMAGED_MANIFEST):
-            _remove_files(path)
-
-
-def _remove_checkpoint(path: Path) -> None:
-    if path.is_symlink():
-        return
-    with _exclusive(path / names.MANIFEST) as is_free:
-        if is_free:
-            durable.remove(path / names.MANIFEST)
-            durable.sync_dir(path)
-            _remove_files(path)
+            _remove_strangers(catalog, step, is_dead)
+        elif not os.path.lexists(catalog.damaged_path(step)):
+            _remove_files(path, is_dead)
 
 
 @contextlib.contextmanager
@@ -75,20 +145,28 @@ def _exclusive(manifest: Path) -> Iterator[bool]:
         os.close(fd)
 
 
-def _remove_files(path: Path) -> None:
+def _remove_files(path: Path, is_removable: Callable[[RankFile], bool]) -> None:
+    """Those files of the ranks, and what is left of manifests; then the directory, if it is empty."""
     if path.is_symlink():
         return
-    for entry in list(os.scandir(path)):
-        if names.is_ours(entry.name) and not entry.is_dir(follow_symlinks=False):
+    try:
+        entries = list(os.scandir(path))
+    except FileNotFoundError:
+        return  # another rank has finished it
+    for entry in entries:
+        file = names.parse_rank_file(entry.name)
+        is_going = is_removable(file) if file else names.is_manifest(entry.name)
+        if is_going and not entry.is_dir(follow_symlinks=False):
             durable.remove(Path(entry))
     durable.remove_dir(path)
 
 
-def _remove_strangers(path: Path) -> None:
+def _remove_strangers(catalog: Catalog, step: int, is_dead: Callable[[RankFile], bool]) -> None:
     """Files of other attempts beside a committed one."""
+    path = catalog.dir(step)
     if path.is_symlink():
         return
-    manifest_path = path / names.MANIFEST
+    manifest_path = catalog.manifest_path(step)
     try:
         data = durable.read_small(manifest_path, limits.MAX_MANIFEST_BYTES)
         attempt = decode_manifest(data, file=str(manifest_path)).attempt
@@ -96,6 +174,9 @@ def _remove_strangers(path: Path) -> None:
         return  # damaged or newer: not ours to judge
     for name in os.listdir(path):
         file = names.parse_rank_file(name)
-        is_stranger = file.attempt != attempt if file else name != names.MANIFEST and names.is_ours(name)
+        if file:
+            is_stranger = file.attempt != attempt and is_dead(file)
+        else:
+            is_stranger = name != manifest_path.name and names.is_manifest(name) and catalog.rank is None
         if is_stranger:
             durable.remove(path / name)

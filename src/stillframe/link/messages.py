@@ -2,7 +2,7 @@
 
 Trainer → keeper: ``Attach`` once (with the arena); per save ``Begin`` (with the draft of the seal in a
 memfd), ``Chunk`` …, then ``Staged`` or ``Abandon``; ``Close`` at the end.  Keeper → trainer: ``Ready`` once;
-per save ``Flushed`` … and ``Sealed``, ``Committed`` or ``Failed``.
+per save ``Flushed`` …, ``Sealed``, ``Waiting`` … for other ranks, and ``Committed`` or ``Failed``.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ class Begin(_Message, frozen=True):
     """Names the layout: only where it is the same are two saves' bytes comparable."""
     lazy: tuple[tuple[int, int], ...]
     """The byte ranges of the data that were staged lazily."""
+    complete_step: int = -1
+    """In a root that is not shared: the newest step that every rank is known to have sealed."""
 
 
 class Chunk(_Message, frozen=True):
@@ -82,6 +84,13 @@ class Sealed(_Message, frozen=True):
     is_unchanged: bool
 
 
+class Waiting(_Message, frozen=True):
+    """A sealed save waits for other ranks; said now and then, so that silence still means a keeper that hangs."""
+
+    save: int
+    ranks: tuple[int, ...]
+
+
 class Committed(_Message, frozen=True):
     save: int
     at_s: float
@@ -107,4 +116,4 @@ class Refused(_Message, frozen=True):
 
 
 FromTrainer = Union[Attach, Begin, Chunk, Staged, Abandon, Close]  # noqa: UP007
-FromKeeper = Union[Ready, Flushed, Sealed, Committed, Failed, Notice, Refused]  # noqa: UP007
+FromKeeper = Union[Ready, Flushed, Sealed, Waiting, Committed, Failed, Notice, Refused]  # noqa: UP007

@@ -52,6 +52,10 @@ class KeeperConfig:
     world_size: int
     keep_last: int | None
     keep_every: int | None
+    is_shared: bool = True
+    """All ranks see this root; else each commits for itself there."""
+    deadline_s: float = 600.0
+    """How long rank 0 waits for the seals of the others."""
 
 
 class KeeperProcess:

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from stillframe.catalog import Checkpoint
 from stillframe.errors import FormatError, UnsupportedStateError
 from stillframe.format import values
 from stillframe.format.leaves import leaf_named
@@ -20,11 +19,13 @@ from stillframe.format.tree import (
     ListNode,
     Node,
     ObjectNode,
+    ShardedNode,
     TensorNode,
     TupleNode,
     ValueNode,
 )
 from stillframe.restore.place import Placement
+from stillframe.restore.stored import Stored
 from stillframe.stage.walk import Path, render
 
 Later = Callable[[], Any]
@@ -34,15 +35,15 @@ Later = Callable[[], Any]
 class Builder:
     """Reserves tensors now; gives the finished values later, when their bytes are there."""
 
-    def __init__(self, checkpoint: Checkpoint, placement: Placement, only: Sequence[str] | None = None) -> None:
-        self._values = checkpoint.seal.values
+    def __init__(self, stored: Stored, placement: Placement, only: Sequence[str] | None = None) -> None:
+        self._stored = stored
         self._placement = placement
         self._only = only
         self.paths: list[str] = []
 
     def build(self, node: Node, path: Path = ()) -> Later | None:
         """``None`` if nothing in it is wanted."""
-        if isinstance(node, TensorNode | ArrayNode | ValueNode):
+        if isinstance(node, TensorNode | ShardedNode | ArrayNode | ValueNode):
             return self._leaf(node) if self._is_wanted(path) else None
         if isinstance(node, ObjectNode):
             return self.build(node.item, path)
@@ -73,7 +74,7 @@ class Builder:
         raise FormatError("a dict has keys that cannot be keys, or the same key twice")
 
     def value(self, node: ValueNode) -> Any:
-        return values.decode(self._values[node.value])
+        return values.decode(self._stored.value(node))
 
     def array(self, node: ArrayNode) -> Later:
         tensor = self._placement.fresh(TensorNode(node.shard))
@@ -87,7 +88,7 @@ class Builder:
             )
         return lambda: leaf.decode(item())
 
-    def _leaf(self, node: TensorNode | ArrayNode | ValueNode) -> Later:
+    def _leaf(self, node: TensorNode | ShardedNode | ArrayNode | ValueNode) -> Later:
         if isinstance(node, ValueNode):
             value = self.value(node)
             return lambda: value
@@ -111,4 +112,4 @@ def has_live_parts(node: Node) -> bool:
     """Whether a stored tree holds tensors, objects or registered leaves, which want a live counterpart."""
     if isinstance(node, DictNode | ListNode | TupleNode):
         return any(map(has_live_parts, node.items))
-    return isinstance(node, TensorNode | ObjectNode)
+    return isinstance(node, TensorNode | ShardedNode | ObjectNode)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import bisect
 import mmap
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from stillframe.catalog import Checkpoint
+from stillframe.catalog import Checkpoint, Sealed
 from stillframe.errors import IntegrityError
 from stillframe.format.digest import digest
 from stillframe.model import BLOCK_BYTES
@@ -18,26 +19,36 @@ from stillframe.units import round_up
 READERS = 3
 """Threads: one waits for the disk while another checks and a third places."""
 
-Place = Callable[[int, int, mmap.mmap], None]
-"""``place(start, end, buffer)``: these bytes of the data lie, verified, at the start of ``buffer``."""
+Place = Callable[[int, Sequence[int], int, int, mmap.mmap], None]
+"""``place(rank, shards, start, end, buffer)``: these bytes of the rank's data, which belong to these shards, lie,
+verified, at the start of ``buffer``."""
 
 
-def read_chunks(checkpoint: Checkpoint, numbers: Iterable[int], place: Place) -> None:
-    """Verify the header, then read these chunks and hand each to ``place``, from several threads.
+def read_chunks(checkpoint: Checkpoint, wanted: Iterable[tuple[int, int]], place: Place) -> None:
+    """Verify the headers, then read these (rank, chunk) and hand each to ``place``, from several threads.
 
     Raises: :class:`IntegrityError` naming file, chunk and tensors; the first error stops all readers.
     """
-    check_header(checkpoint)
-    numbered = iter(sorted(numbers))
+    ordered = sorted(wanted)
+    sealed = {rank: checkpoint.of(rank) for rank in dict.fromkeys(rank for rank, _ in ordered)}
+    # One whose every shard is empty has its header checked all the same.
+    for each in sealed.values() or (checkpoint.of(rank) for rank in checkpoint.ranks[:1]):
+        check_header(each)
+    largest = max(
+        (min(each.seal.segment.chunk_bytes, each.seal.segment.data_bytes) for each in sealed.values()), default=0
+    )
+    starts = {rank: [shard.start for shard in each.seal.shards] for rank, each in sealed.items()}
+    numbered = iter(ordered)
     taking = threading.Lock()
     is_failed = threading.Event()
 
     def work() -> None:
-        segment = checkpoint.seal.segment
-        buffer = aligned_buffer(min(segment.chunk_bytes, segment.data_bytes))
+        buffer = aligned_buffer(largest)
         try:
-            for number in _shared(numbered, taking, is_failed):
-                place(*read_chunk(checkpoint, number, buffer), buffer)
+            for rank, number in _shared(numbered, taking, is_failed):
+                start, end = read_chunk(sealed[rank], number, buffer)
+                first = max(bisect.bisect_right(starts[rank], start) - 1, 0)
+                place(rank, range(first, bisect.bisect_left(starts[rank], end)), start, end, buffer)
         except BaseException:
             is_failed.set()
             raise
@@ -48,38 +59,40 @@ def read_chunks(checkpoint: Checkpoint, numbers: Iterable[int], place: Place) ->
         future.result()
 
 
-def read_chunk(checkpoint: Checkpoint, number: int, buffer: mmap.mmap) -> tuple[int, int]:
+def read_chunk(sealed: Sealed, number: int, buffer: mmap.mmap) -> tuple[int, int]:
     """Read and verify one chunk; tells which bytes of the data it is.  Raises :class:`IntegrityError`."""
-    segment = checkpoint.seal.segment
+    segment = sealed.seal.segment
     start = number * segment.chunk_bytes
     end = min(start + segment.chunk_bytes, segment.data_bytes)
-    where = f"{checkpoint.segment_path}, chunk {number}"
+    where = f"{sealed.path}, chunk {number}"
     with memoryview(buffer) as memory:
         try:
-            count = checkpoint.file.read_at(memory[: round_up(end - start, BLOCK_BYTES)], segment.data_start + start)
+            count = sealed.file.read_at(memory[: round_up(end - start, BLOCK_BYTES)], segment.data_start + start)
         except OSError as error:
-            raise durable.read_error(f"{where} cannot be read{_tensors(checkpoint, start, end)}", error) from error
+            raise durable.read_error(f"{where} cannot be read{_tensors(sealed, start, end)}", error) from error
         if count < end - start:
-            raise IntegrityError(f"{where} is cut short{_tensors(checkpoint, start, end)}")
+            raise IntegrityError(f"{where} is cut short{_tensors(sealed, start, end)}")
         if digest(memory[: end - start]) != segment.chunks[number]:
-            raise IntegrityError(f"{where} is damaged: its checksum does not match{_tensors(checkpoint, start, end)}")
+            raise IntegrityError(f"{where} is damaged: its checksum does not match{_tensors(sealed, start, end)}")
     return start, end
 
 
-def check_header(checkpoint: Checkpoint) -> None:
+def check_header(sealed: Sealed) -> None:
     """The bytes before the data are those that were written."""
-    segment = checkpoint.seal.segment
+    segment = sealed.seal.segment
     buffer = aligned_buffer(segment.data_start)
     with memoryview(buffer) as memory:
         try:
-            count = checkpoint.file.read_at(memory[: segment.data_start], 0)
+            count = sealed.file.read_at(memory[: segment.data_start], 0)
         except OSError as error:
-            raise durable.read_error(f"{checkpoint.segment_path}: the header cannot be read", error) from error
+            raise durable.read_error(f"{sealed.path}: the header cannot be read", error) from error
         if count < segment.data_start or digest(memory[: segment.data_start]) != segment.header:
-            raise IntegrityError(f"{checkpoint.segment_path}: the header is damaged: its checksum does not match")
+            raise IntegrityError(f"{sealed.path}: the header is damaged: its checksum does not match")
 
 
-def _shared(numbered: Iterator[int], taking: threading.Lock, is_failed: threading.Event) -> Iterator[int]:
+def _shared(
+    numbered: Iterator[tuple[int, int]], taking: threading.Lock, is_failed: threading.Event
+) -> Iterator[tuple[int, int]]:
     while not is_failed.is_set():
         with taking:
             number = next(numbered, None)
@@ -88,7 +101,7 @@ def _shared(numbered: Iterator[int], taking: threading.Lock, is_failed: threadin
         yield number
 
 
-def _tensors(checkpoint: Checkpoint, start: int, end: int) -> str:
-    names = [shard.name for shard in checkpoint.seal.shards if shard.start < end and start < shard.end]
+def _tensors(sealed: Sealed, start: int, end: int) -> str:
+    names = [shard.name for shard in sealed.seal.shards if shard.start < end and start < shard.end]
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return f" (it holds {', '.join(map(repr, names[:3]))}{more})" if names else ""

@@ -5,11 +5,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 
+from stillframe.format.segment import Whole
 from stillframe.model import CHUNK_BYTES
 from stillframe.stage.device import Device, as_bytes, is_byte_row, is_plain
+from stillframe.stage.spread import Box
 from stillframe.units import MIB
 
 _COALESCE_BYTES = MIB
@@ -35,6 +38,10 @@ class Chunk:
     runs: tuple[Run, ...]
 
 
+CaptureSource: TypeAlias = "torch.Tensor | int | tuple[int, Box]"
+"""A stable byte view, or which tensor of the walk at hand, or which part of it."""
+
+
 @dataclass(slots=True)
 class Target:
     """A shard in the making."""
@@ -45,6 +52,9 @@ class Target:
     is_captured: bool
     index: int | None
     """Which tensor of the walk it is captured from; ``None`` if a view of the source, made once, will do."""
+    box: Box | None = None
+    """Which part of that tensor; ``None``: all of it."""
+    whole: Whole | None = None
     shard: int = -1
     start: int = 0
 
@@ -53,9 +63,9 @@ class Target:
         return self.source.nbytes
 
     @property
-    def capture_source(self) -> torch.Tensor | int:
+    def capture_source(self) -> CaptureSource:
         if self.index is not None:
-            return self.index
+            return self.index if self.box is None else (self.index, self.box)
         return as_bytes(self.source)
 
 
@@ -65,7 +75,7 @@ class Capture:
 
     device: Device
     nbytes: int
-    sources: tuple[torch.Tensor | int, ...]
+    sources: tuple[CaptureSource, ...]
 
 
 def captures_of(order: list[Target]) -> tuple[list[Capture], dict[int, int]]:

@@ -21,9 +21,19 @@ READY_S = 300.0
 
 
 class Keepers:
-    """Thread: safe from any.  ``on_failure`` is called with the saves that a message or a death failed."""
+    """Thread: safe from any.
 
-    def __init__(self, config: KeeperConfig, ledger: Ledger, on_failure: Callable[[list[Save]], None]) -> None:
+    ``on_failure`` is called with the saves that a message or a death failed, ``on_commit`` with each committed step.
+    """
+
+    def __init__(
+        self,
+        config: KeeperConfig,
+        ledger: Ledger,
+        on_failure: Callable[[list[Save]], None],
+        on_commit: Callable[[int], None],
+    ) -> None:
+        self._on_commit = on_commit
         self._config = config
         self._ledger = ledger
         self._on_failure = on_failure
@@ -102,11 +112,15 @@ class Keepers:
             self._ledger.sealed(message.save, message.at_s, message.is_unchanged)
             if message.is_unchanged:
                 self._warn_unchanged()
+        elif isinstance(message, messages.Waiting):
+            self._ledger.waiting(message.save, message.ranks)
         elif isinstance(message, messages.Committed):
-            self._ledger.committed(message.save, message.at_s)
+            save = self._ledger.committed(message.save, message.at_s)
+            if save is not None:
+                self._on_commit(save.step)
         elif isinstance(message, messages.Failed):
-            save = self._ledger.fail(message.save, errors.from_record(message.kind, message.message))
-            self._on_failure([save] if save else [])
+            failed = self._ledger.fail(message.save, errors.from_record(message.kind, message.message))
+            self._on_failure([failed] if failed else [])
         elif isinstance(message, messages.Notice):
             logger.warning("%s", message.message)
         elif isinstance(message, messages.Ready):

@@ -15,6 +15,7 @@ from typing import Any
 
 from stillframe.errors import BusyError, ConfigError, DeadlineError, StillframeError
 from stillframe.model import PHASES, Phase, Progress, Stats, Times
+from stillframe.units import format_ranks
 
 
 def check_phase(phase: str) -> int:
@@ -36,6 +37,7 @@ class Save:
         self._phase: Phase = "captured"
         self._error: StillframeError | None = None
         self._times = Times(requested_s)
+        self._awaited: tuple[int, ...] = ()
 
     @property
     def phase(self) -> Phase:
@@ -124,6 +126,12 @@ class Ledger:
         if save is not None:
             self._advance(save, "sealed", sealed_s=at_s)
 
+    def waiting(self, number: int, ranks: tuple[int, ...]) -> None:
+        with self._changed:
+            save = self._in_flight.get(number)
+            if save is not None:
+                save._awaited = ranks
+
     def committed(self, number: int, at_s: float) -> Save | None:
         with self._changed:
             save = self._in_flight.pop(number, None)
@@ -200,7 +208,9 @@ class Ledger:
         if save.phase == "skipped":
             raise BusyError(f"step {save.step} was skipped: an earlier save still filled the arena (when_busy='skip')")
         if not _is_settled(save, wanted):
-            raise DeadlineError(f"step {save.step} is {save.phase}, not {phase}, after {timeout_s:g} s")
+            raise DeadlineError(
+                f"step {save.step} is {save.phase}{_for_whom(save)}, not {phase}, after {timeout_s:g} s"
+            )
 
     def wait_all(self, phase: Phase, timeout_s: float | None) -> None:
         """Until every save in flight has reached the phase, or failed.  Raises :class:`DeadlineError`."""
@@ -209,7 +219,11 @@ class Ledger:
         with self._changed:
             waited_for = list(self._in_flight.values())
             if not self._wait(lambda: all(_is_settled(save, wanted) for save in waited_for), timeout_s):
-                late = ", ".join(f"{save.step} ({save.phase})" for save in waited_for if not _is_settled(save, wanted))
+                late = ", ".join(
+                    f"{save.step} ({save.phase}{_for_whom(save)})"
+                    for save in waited_for
+                    if not _is_settled(save, wanted)
+                )
                 raise DeadlineError(
                     f"after {timeout_s:g} s these steps are not {phase}: {late}; they go on in the background"
                 )
@@ -242,6 +256,10 @@ class Ledger:
                 save._phase = phase
             save._times = dataclasses.replace(save._times, **times)
             self._changed.notify_all()
+
+
+def _for_whom(save: Save) -> str:
+    return f" and waits for {format_ranks(save._awaited)}" if save._awaited and save.phase == "sealed" else ""
 
 
 def _is_settled(save: Save, wanted: int) -> bool:

@@ -17,15 +17,17 @@ import torch
 
 from stillframe.errors import UnsupportedStateError
 from stillframe.format.digest import digest_of
-from stillframe.format.records import encode_shards, encode_tree
+from stillframe.format.records import Team, encode_shards, encode_tree
 from stillframe.format.segment import Shard, encode_header
-from stillframe.format.tree import TensorNode, View
+from stillframe.format.tree import Part, ShardedNode, TensorNode, View
 from stillframe.format.values import Unencodable
-from stillframe.stage.copies import Capture, Chunk, Target, captures_of, chunks_of
+from stillframe.stage.copies import Capture, CaptureSource, Chunk, Target, captures_of, chunks_of
 from stillframe.stage.device import Device, DeviceTable, as_bytes, as_row, is_plain
 from stillframe.stage.leaves import DTYPE_NAMES, check_tensor
+from stillframe.stage.parts import ALONE, Seat, SpreadBase, assign, find_spreads, own_targets, teams_of
 from stillframe.stage.sharing import Base, share_memory
 from stillframe.stage.signature import Signature
+from stillframe.stage.spread import Spread
 from stillframe.stage.walk import Path, TreeBuilder, Walk, refusal, render
 
 SMALL_BYTES = 64
@@ -42,6 +44,7 @@ class Plan:
     header: bytes
     shards_json: msgspec.Raw
     tree_json: msgspec.Raw
+    teams: list[Team]
     data_bytes: int
     chunks: list[Chunk]
     lazy: tuple[tuple[int, int], ...]
@@ -65,13 +68,16 @@ class Plan:
     def capture(self, walk: Walk) -> dict[Device, torch.Tensor]:
         """Copy what may change before the next update, in the order of each device's compute."""
         return {
-            capture.device: capture.device.gather(
-                [self._row(each, walk) if isinstance(each, int) else each for each in capture.sources], capture.nbytes
-            )
+            capture.device: capture.device.gather([self._row(each, walk) for each in capture.sources], capture.nbytes)
             for capture in self._captures
         }
 
-    def _row(self, index: int, walk: Walk) -> torch.Tensor:
+    def _row(self, source: CaptureSource, walk: Walk) -> torch.Tensor:
+        if isinstance(source, torch.Tensor):
+            return source
+        if isinstance(source, tuple):
+            return as_row(source[1].of(walk.tensors[source[0]]))
+        index = source
         tensor = walk.tensors[index]
         row = self._rows.get(index)
         if row is not None and tensor is self._tensors[index] and tensor.data_ptr() == row.data_ptr():
@@ -79,7 +85,7 @@ class Plan:
         return as_row(tensor)
 
 
-def make_plan(walk: Walk, devices: DeviceTable) -> Plan:
+def make_plan(walk: Walk, devices: DeviceTable, seat: Seat = ALONE) -> Plan:
     """Raises :class:`UnsupportedStateError`, naming the tensor that cannot be stored."""
     paths = TreeBuilder(walk.tokens).paths()
     for tensor, path in zip(walk.tensors, paths, strict=True):
@@ -87,7 +93,9 @@ def make_plan(walk: Walk, devices: DeviceTable) -> Plan:
             check_tensor(tensor)
         except Unencodable as reason:
             raise UnsupportedStateError(refusal(reason, path)) from None
-    targets, nodes = _targets(share_memory(walk.tensors, walk.is_volatile, _unique_names(paths)), devices)
+    spreads = find_spreads(walk, paths, seat)
+    bases = share_memory(walk.tensors, walk.is_volatile, _unique_names(paths), spreads)
+    targets, found = _targets(bases, spreads, devices, seat)
     order = sorted(targets, key=lambda target: (-target.source.element_size(), not target.is_captured))
     at = 0
     for number, target in enumerate(order):
@@ -101,15 +109,16 @@ def make_plan(walk: Walk, devices: DeviceTable) -> Plan:
             start=target.start,
             end=target.start + target.nbytes,
             device=target.source.device.type,
+            whole=target.whole,
         )
         for target in order
     ]
     captures, captured_at = captures_of(order)
-    is_loose = [target.index is not None and target.is_captured for target, _ in nodes]
+    leaves = [leaf.node if leaf.target is None else TensorNode(leaf.target.shard, leaf.view) for leaf in found]
+    is_loose = [leaf.is_loose for leaf in found]
     tensors = [
         None if is_volatile else tensor for tensor, is_volatile in zip(walk.tensors, walk.is_volatile, strict=True)
     ]
-    leaves = [TensorNode(target.shard, view) for target, view in nodes]
     header = encode_header(shards, {"stillframe": "1"})
     tree = encode_tree(TreeBuilder(walk.tokens).build(leaves))
     return Plan(
@@ -118,6 +127,7 @@ def make_plan(walk: Walk, devices: DeviceTable) -> Plan:
         header=header,
         shards_json=encode_shards(shards),
         tree_json=tree,
+        teams=teams_of(bases, spreads, seat),
         data_bytes=at,
         chunks=chunks_of(order, captured_at, at),
         lazy=_merged((target.start, target.start + target.nbytes) for target in order if not target.is_captured),
@@ -136,19 +146,47 @@ def make_plan(walk: Walk, devices: DeviceTable) -> Plan:
     )
 
 
-def _targets(bases: list[Base], devices: DeviceTable) -> tuple[list[Target], list[tuple[Target, View | None]]]:
-    """A shard to be for each base, and for each tensor of the walk the shard it lies in."""
+@dataclass(frozen=True, slots=True)
+class _Leaf:
+    """Where a tensor of the walk is stored: in a target of its own, or in parts that ranks share."""
+
+    target: Target | None
+    view: View | None
+    node: ShardedNode
+    is_loose: bool
+
+
+_NOWHERE = ShardedNode("", "U8", (), [])
+
+
+def _targets(
+    bases: list[Base], spreads: dict[int, Spread], devices: DeviceTable, seat: Seat
+) -> tuple[list[Target], list[_Leaf]]:
+    """The shards to be, and for each tensor of the walk where it is stored."""
     targets: list[Target] = []
-    leaves: dict[int, tuple[Target, View | None]] = {}
+    leaves: dict[int, _Leaf] = {}
+    spread_bases: list[SpreadBase] = []
     for base in bases:
+        first = base.leaves[0][0]
         is_captured = base.is_volatile or base.source.nbytes <= SMALL_BYTES
         # A small tensor that shares memory with another is one with it; alone, it may be replaced from save to save.
         # One whose memory is not its content is straightened anew at each save.
         is_alone = len(base.leaves) == 1
-        index = base.leaves[0][0] if base.is_volatile or is_alone or not is_plain(base.source) else None
+        index = first if base.is_volatile or is_alone or not is_plain(base.source) else None
+        is_loose = index is not None and is_captured
+        if first in spreads:
+            spread_bases.append(SpreadBase(base, spreads[first], is_captured, is_loose))
+            continue
         target = Target(base.source, devices.of(base.source), base.name, is_captured, index)
         targets.append(target)
-        leaves.update((each, (target, view)) for each, view in base.leaves)
+        leaves.update((each, _Leaf(target, view, _NOWHERE, is_loose)) for each, view in base.leaves)
+    for spread_base, parts in assign(spread_bases, seat):
+        base, spread = spread_base.base, spread_base.spread
+        targets.extend(own_targets(spread_base, parts, devices, seat))
+        node = ShardedNode(
+            base.name, DTYPE_NAMES[base.source.dtype], spread.shape, [Part(*each.where) for each in parts]
+        )
+        leaves.update((each, _Leaf(None, None, node, spread_base.is_loose)) for each, _ in base.leaves)
     return targets, [leaves[index] for index in range(len(leaves))]
 
 

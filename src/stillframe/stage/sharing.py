@@ -3,19 +3,22 @@
 Tensors of the same form at the same address are one.  Stable tensors whose memory overlaps are written as
 the one that covers the others, or else as the stretch of memory they span; the others are views of it.  Only
 where that stretch is mostly gaps (``x[::8]`` beside ``x[::4]``) is each written by itself, and the tie is lost.
-Volatile tensors may be new objects at every save: they are tied only if they are exactly alike.
+Volatile tensors may be new objects at every save, and parts of tensors that other ranks hold parts of are boxes by
+themselves: these are tied only if they are exactly alike.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 
 from stillframe.format.tree import View
 from stillframe.stage.device import is_plain
 from stillframe.stage.leaves import DTYPE_NAMES, byte_extent
+from stillframe.stage.spread import Spread
 
 
 @dataclass(slots=True)
@@ -47,22 +50,31 @@ def form_of(tensor: torch.Tensor) -> tuple[object, ...]:
     return (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.is_conj(), tensor.is_neg())
 
 
-def share_memory(tensors: Sequence[torch.Tensor], is_volatile: Sequence[bool], names: Sequence[str]) -> list[Base]:
-    """The pieces of memory to write, so that every tensor lies in exactly one of them."""
+def share_memory(
+    tensors: Sequence[torch.Tensor],
+    is_volatile: Sequence[bool],
+    names: Sequence[str],
+    spreads: Mapping[int, Spread] = MappingProxyType({}),
+) -> list[Base]:
+    """The pieces of memory to write, so that every tensor lies in exactly one of them.
+
+    ``spreads``: of those that other ranks hold, too, or hold parts of.
+    """
     bases: list[Base] = []
     storages: dict[tuple[torch.device, int], list[_Extent]] = {}
     tied: dict[tuple[object, ...], list[tuple[int, View | None]]] = {}
     for index, tensor in enumerate(tensors):
-        if is_volatile[index] and tensor.numel():
-            tied.setdefault((tensor.data_ptr(), *form_of(tensor)), []).append((index, None))
+        if (is_volatile[index] or index in spreads) and tensor.numel():
+            key = tensor.data_ptr(), spreads.get(index), *form_of(tensor)
+            tied.setdefault(key, []).append((index, None))
         elif tensor.numel() == 0 or tensor.is_conj() or tensor.is_neg():
             bases.append(Base(tensor, names[index], [(index, None)], is_volatile[index]))
         else:
-            key = tensor.device, tensor.untyped_storage().data_ptr()
-            storages.setdefault(key, []).append(_Extent(index, tensor, *byte_extent(tensor)))
+            memory = tensor.device, tensor.untyped_storage().data_ptr()
+            storages.setdefault(memory, []).append(_Extent(index, tensor, *byte_extent(tensor)))
     for members in tied.values():
         first = members[0][0]
-        bases.append(Base(tensors[first], names[first], members, is_volatile=True))
+        bases.append(Base(tensors[first], names[first], members, is_volatile[first]))
     for extents in storages.values():
         for group in _overlapping(extents):
             bases.extend(_bases(group, names))

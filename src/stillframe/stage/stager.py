@@ -81,7 +81,9 @@ class Stager:
         make_arena: Callable[[int], Arena],
         arena: Arena | None,
         on_failure: Callable[[list[Save]], None],
+        complete_step: Callable[[], int],
     ) -> None:
+        self._complete_step = complete_step
         self._ledger = ledger
         self._keepers = keepers
         self._make_arena = make_arena
@@ -235,7 +237,7 @@ class Stager:
                 messages.Begin(
                     save=save.number, step=save.step, requested_s=save.times.requested_s,
                     header_bytes=len(plan.header), draft_bytes=len(draft), data_bytes=plan.data_bytes,
-                    layout=plan.layout, lazy=plan.lazy,
+                    layout=plan.layout, lazy=plan.lazy, complete_step=self._complete_step(),
                 ),
                 fd,
             )  # fmt: skip

@@ -13,7 +13,7 @@ optimizer state, and tensors that stand in the state by themselves are staged la
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -28,17 +28,20 @@ from stillframe.format.tree import (
     ListNode,
     Node,
     ObjectNode,
+    ShardedNode,
     TensorNode,
     TupleNode,
     ValueNode,
 )
 from stillframe.format.values import Unencodable
 from stillframe.stage.leaves import PLAIN_TENSORS, array_as_tensor, byte_extent, check_tensor, is_array
+from stillframe.stage.spread import dtensor_class, local_of
+from stillframe.stage.train_state import TrainState
 
 Path = tuple[Any, ...]
 
 # Tokens are tuples that start with one of these; a dict's keys and a list's length follow.
-_DICT, _ORDERED, _LIST, _TUPLE, _OBJECT, _LEAF, _ARRAY, _TENSOR, _VALUE = range(9)
+_DICT, _ORDERED, _LIST, _TUPLE, _OBJECT, _LEAF, _ARRAY, _TENSOR, _VALUE, _SHARDED = range(10)
 _TENSOR_TOKEN = (_TENSOR,)
 _VALUE_TOKEN = (_VALUE,)
 _STR_KEYS = {str}
@@ -58,6 +61,11 @@ class Walk:
         self.tensors: list[torch.Tensor] = []
         self.is_volatile: list[bool] = []
         self.values: list[Any] = []
+        self.dtensors: dict[int, Any] = {}
+        """Those of the tensors that are this rank's part of a DTensor."""
+        self.owners: list[torch.nn.Module | torch.optim.Optimizer] = []
+        """The modules and optimizers met: they know which tensors other ranks hold, too."""
+        self._dtensor = dtensor_class()
         self._is_volatile = False
         self._module: torch.nn.Module | None = None
         self._parameters: dict[int, list[tuple[int, int]]] | None = None
@@ -73,6 +81,8 @@ class Walk:
         kind = type(node)
         if kind in PLAIN_TENSORS:
             self._tensor(node)
+        elif kind is self._dtensor:
+            self._sharded(node)
         elif kind is dict or kind is OrderedDict:
             self._dict(node, kind is OrderedDict)
         elif kind is list:
@@ -92,6 +102,12 @@ class Walk:
         is_volatile = self._is_volatile if self._module is None else not self._is_parameter(tensor)
         self.is_volatile.append(is_volatile)
 
+    def _sharded(self, tensor: Any) -> None:
+        """A DTensor stands for its local part; what it is a part of belongs to the structure."""
+        self.dtensors[len(self.tensors)] = tensor
+        self._tensor(local_of(tensor))
+        self.tokens[-1] = (_SHARDED, tensor.device_mesh, tensor.placements, tensor.shape)
+
     def _is_parameter(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor of the module at hand lies within the memory of one of its parameters."""
         assert self._module is not None
@@ -99,7 +115,7 @@ class Walk:
             return False
         if self._parameters is None:
             self._parameters = {}
-            for each in self._module.parameters():
+            for each in map(local_of, self._module.parameters()):
                 if each.layout is torch.strided and each.numel():
                     self._parameters.setdefault(each.untyped_storage().data_ptr(), []).append(byte_extent(each))
         start, end = byte_extent(tensor)
@@ -162,6 +178,8 @@ class Walk:
             self.tokens.append((_ARRAY, node.dtype.str))
             self.tensors.append(tensor)
             self.is_volatile.append(True)
+        elif kind is TrainState:
+            self._train_state(node)
         elif is_stateful(node):
             self._object(node, kind)
         else:
@@ -170,9 +188,33 @@ class Walk:
     def _object(self, node: Any, kind: type) -> None:
         self.tokens.append((_OBJECT, f"{kind.__module__}.{kind.__qualname__}"))
         if isinstance(node, torch.nn.Module):
+            self.owners.append(node)
             self._within(module_state(node), module=node)
         else:
+            if isinstance(node, torch.optim.Optimizer):
+                self.owners.append(node)
             self._within(plain_dict(node.state_dict()), is_volatile=not isinstance(node, torch.optim.Optimizer))
+
+    def _train_state(self, node: TrainState) -> None:
+        has_optimizer = node.optimizer is not None
+        self.tokens.append((_OBJECT, "stillframe.TrainState", type(node.model)))
+        self.tokens.append((_DICT, ("model", *(("optimizer",) if has_optimizer else ()), *node.more), None))
+        self.owners.append(node.model)
+        self._at("model", lambda: self._within(node.model_state(), module=node.module))
+        if node.optimizer is not None:
+            self.owners.append(node.optimizer)
+            self._at("optimizer", lambda: self._within(node.optimizer_state()))
+        self._items(node.more.items())
+
+    def _at(self, key: str, visit: Callable[[], None]) -> None:
+        """Visit what stands under a key that is no dict's."""
+        try:
+            visit()
+        except _Refusal as refused:
+            refused.path.append(key)
+            raise
+        except Unencodable as reason:
+            raise _Refusal(reason, key) from None
 
     def _within(self, node: Any, *, is_volatile: bool = False, module: torch.nn.Module | None = None) -> None:
         before = self._is_volatile, self._module, self._parameters
@@ -236,24 +278,25 @@ class TreeBuilder:
 
     def __init__(self, tokens: list[tuple[Any, ...]]) -> None:
         self.tensor_paths: list[Path] = []
+        self._leaves: Sequence[TensorNode | ShardedNode] = ()
         self._values = 0
         self._tokens: Iterator[tuple[Any, ...]] = iter(tokens)
 
-    def build(self, leaves: list[TensorNode]) -> Node:
+    def build(self, leaves: Sequence[TensorNode | ShardedNode]) -> Node:
         """``leaves[i]`` says where the i-th tensor of the walk is stored."""
         self._leaves = leaves
         return self._build()
 
     def paths(self) -> list[Path]:
         """The path of every tensor, in the order of the walk."""
-        self._leaves = []
+        self._leaves = ()
         self._build()
         return self.tensor_paths
 
     def _build(self, path: Path = ()) -> Node:
         kind, *rest = next(self._tokens)
-        if kind in (_TENSOR, _ARRAY):
-            return self._tensor(path, rest)
+        if kind in (_TENSOR, _ARRAY, _SHARDED):
+            return self._tensor(path, rest if kind == _ARRAY else [])
         if kind == _VALUE:
             self._values += 1
             return ValueNode(self._values - 1)
@@ -278,4 +321,4 @@ class TreeBuilder:
         index = len(self.tensor_paths)
         self.tensor_paths.append(path)
         leaf = self._leaves[index] if self._leaves else TensorNode(index)
-        return ArrayNode(leaf.shard, rest[0]) if rest else leaf
+        return ArrayNode(leaf.shard, rest[0]) if rest and isinstance(leaf, TensorNode) else leaf

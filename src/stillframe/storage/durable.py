@@ -163,6 +163,15 @@ def read_small(path: Path, limit: int) -> bytes:
         os.close(fd)
 
 
+def read_head(path: Path, count: int) -> bytes:
+    """The first bytes of a file; raises ``OSError``."""
+    fd = open_file(path)
+    try:
+        return os.pread(fd, count, 0)
+    finally:
+        os.close(fd)
+
+
 def read_open(fd: int, limit: int) -> bytes:
     """The same of a file that is open already, from its start."""
     size = os.fstat(fd).st_size

@@ -1,0 +1,239 @@
+"""The ranks of one run, and how they agree: through the store of torch.distributed, never by a collective.
+
+A store (the key-value server that every torch.distributed job has) can be waited on with a deadline and tells
+which ranks are missing; a collective can only hang.  Ranks agree in two places, both on the training thread:
+when a checkpointer is made, and in ``restore``.  ``save`` never talks.
+
+There is one primitive, :meth:`Group.decide`: every rank says something, rank 0 judges, all get the verdict.
+Its cost per rank does not grow with the number of ranks, but for rank 0, which reads what each has said.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import msgspec
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
+
+from stillframe import errors
+from stillframe.errors import ConfigError, DeadlineError, StillframeError
+from stillframe.units import format_ranks
+
+_T = TypeVar("_T")
+_FIRST_S, _LONGEST_S = 0.001, 0.2
+_VERDICT_S = 10.0
+"""How much longer than rank 0 the others wait: so its error, which names the missing ranks, comes first."""
+_numbers = itertools.count(1)
+
+
+class _Said(msgspec.Struct, frozen=True):
+    """What a rank says: a value, or the error that keeps it from saying one."""
+
+    value: msgspec.Raw = msgspec.Raw(b"null")
+    error: tuple[str, str] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What one rank brought to a decision."""
+
+    rank: int
+    value: Any
+    error: StillframeError | None
+
+
+def check_same(what: str, said: Sequence[Any]) -> None:
+    """Raises :class:`ConfigError`, naming the ranks, unless all have said the same."""
+    by_value: dict[str, list[int]] = {}
+    for rank, value in enumerate(said):
+        by_value.setdefault(repr(value), []).append(rank)
+    if len(by_value) > 1:
+        parts = "; ".join(f"{format_ranks(ranks)}: {what}={value}" for value, ranks in by_value.items())
+        raise ConfigError(f"the ranks differ: {parts}")
+
+
+class Group:
+    """This rank among the others.  Thread: the training thread's."""
+
+    def __init__(self, rank: int, world_size: int, store: Any, deadline_s: float) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.deadline_s = deadline_s
+        self._store = store
+        self._prefix = f"stillframe/{next(_numbers)}"
+        self._rounds = itertools.count(1)
+        self._sealed: list[int] = []
+        self._complete = -1
+
+    @property
+    def is_global(self) -> bool:
+        """Whether its ranks are those of torch.distributed, so that meshes and process groups speak of them."""
+        return (
+            dist.is_available()
+            and dist.is_initialized()
+            and (dist.get_rank(), dist.get_world_size()) == (self.rank, self.world_size)
+        )
+
+    def decide(
+        self,
+        about: str,
+        say: Callable[[], Any],
+        judge: Callable[[list[Outcome]], _T],
+        into: type[_T],
+    ) -> _T:
+        """Every rank says something; rank 0 judges; all get its verdict, or all raise.
+
+        ``about`` says what is being done, for messages.  An error of ``say`` is this rank's word: ``judge`` sees it.
+        An error of ``judge`` is raised on every rank; on a rank whose ``say`` failed, that error itself.
+
+        Blocks until all have spoken.  Raises: :class:`DeadlineError`, naming the ranks that did not.
+        """
+        own: Exception | None = None
+        value: Any = None
+        try:
+            value = say()
+        except Exception as error:  # raised again when the others have heard of it
+            own = error
+        if self.world_size == 1:
+            if own is not None and not isinstance(own, StillframeError):
+                raise own
+            return judge([Outcome(0, value, own)])
+        key = f"{self._prefix}/{next(self._rounds)}"
+        said = _Said(msgspec.Raw(msgspec.json.encode(value)), _record(own) if own else None)
+        try:
+            self._store.set(f"{key}/{self.rank}", msgspec.json.encode(said))
+            if self.rank == 0:
+                verdict = self._judge(key, about, judge)
+                self._store.set(f"{key}/verdict", msgspec.json.encode(verdict))
+            else:
+                verdict = self._verdict(key, about)
+        except (RuntimeError, OSError) as error:
+            if isinstance(error, StillframeError):
+                raise
+            raise DeadlineError(f"{about}: the store of torch.distributed is gone ({error})") from error
+        if verdict.error is not None:
+            raise own or errors.from_record(*verdict.error)
+        return msgspec.json.decode(verdict.value, type=into)
+
+    def _judge(self, key: str, about: str, judge: Callable[[list[Outcome]], Any]) -> _Said:
+        keys = [f"{key}/{rank}" for rank in range(self.world_size)]
+        try:
+            if not self._wait(keys, self.deadline_s):
+                missing = [rank for rank, each in enumerate(keys) if not self._store.check([each])]
+                raise DeadlineError(
+                    f"{about}: {format_ranks(missing)} of {self.world_size} did not come within {self.deadline_s:g} s; "
+                    "every rank must make the checkpointer, and restore, in the same order"
+                )
+            outcomes = []
+            for rank, data in enumerate(self._store.multi_get(keys)):
+                said = msgspec.json.decode(data, type=_Said)
+                error = errors.from_record(*said.error) if said.error else None
+                outcomes.append(Outcome(rank, msgspec.json.decode(said.value), error))
+            return _Said(msgspec.Raw(msgspec.json.encode(judge(outcomes))))
+        except StillframeError as error:
+            return _Said(error=errors.to_record(error))
+
+    def _verdict(self, key: str, about: str) -> _Said:
+        if not self._wait([f"{key}/verdict"], self.deadline_s + _VERDICT_S):
+            raise DeadlineError(
+                f"{about}: rank 0 did not answer within {self.deadline_s + _VERDICT_S:g} s; is it still there? "
+                "Every rank must make the checkpointer, and restore, in the same order"
+            )
+        return msgspec.json.decode(self._store.get(f"{key}/verdict"), type=_Said)
+
+    def _wait(self, keys: Sequence[str], timeout_s: float) -> bool:
+        """Whether they all came in time.  Looks now and then (a wait of the store's own cannot be interrupted)."""
+        end = time.monotonic() + timeout_s
+        pause_s = _FIRST_S
+        while not self._store.check(list(keys)):
+            if time.monotonic() > end:
+                return False
+            time.sleep(pause_s)
+            pause_s = min(pause_s * 1.5, _LONGEST_S)
+        return True
+
+    # --- roots that are not shared ---------------------------------------------------------
+
+    def note_sealed(self, step: int) -> None:
+        """This rank has sealed a step.  Waits for nobody; a store that is gone is no error: then nobody asks either."""
+        with contextlib.suppress(RuntimeError, OSError):
+            self._store.add(f"{self._prefix}/sealed/{step}", 1)
+        self._sealed.append(step)
+
+    def complete_step(self) -> int:
+        """The newest step that every rank has sealed, as far as is known now; -1 if none."""
+        with contextlib.suppress(RuntimeError, OSError):
+            for step in sorted(self._sealed, reverse=True):
+                if step <= self._complete:
+                    break
+                if int(self._store.add(f"{self._prefix}/sealed/{step}", 0)) >= self.world_size:
+                    self._complete = step
+        self._sealed = [step for step in self._sealed if step > self._complete]
+        return self._complete
+
+
+def _record(error: Exception) -> tuple[str, str]:
+    if isinstance(error, StillframeError):
+        return errors.to_record(error)
+    return "StateError", f"{type(error).__name__}: {error}"
+
+
+def join_group(rank: int | None, world_size: int | None, deadline_s: float) -> Group:
+    """This process's place in the run: as given, or of torch.distributed, or of its environment, or alone.
+
+    Raises: :class:`ConfigError`.
+    """
+    if (rank is None) != (world_size is None):
+        raise ConfigError(f"rank={rank!r}, world_size={world_size!r}: give both, or neither")
+    is_initialized = dist.is_available() and dist.is_initialized()
+    if rank is None or world_size is None:
+        if is_initialized:
+            rank, world_size = dist.get_rank(), dist.get_world_size()
+        else:
+            rank, world_size = _from_environment()
+    for name, number in (("rank", rank), ("world_size", world_size)):
+        if isinstance(number, bool) or not isinstance(number, int):
+            raise ConfigError(f"{name}={number!r}: give a whole number")
+    if not 0 <= rank < world_size:
+        raise ConfigError(f"rank={rank}, world_size={world_size}: the rank must be at least 0 and below the world size")
+    if world_size == 1:
+        return Group(rank, 1, None, deadline_s)
+    return Group(rank, world_size, _store(rank, world_size, is_initialized, deadline_s), deadline_s)
+
+
+def _from_environment() -> tuple[int, int]:
+    texts = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
+    if texts[0] is None or texts[1] is None:
+        return 0, 1
+    try:
+        return int(texts[0]), int(texts[1])
+    except ValueError:
+        raise ConfigError(f"RANK={texts[0]!r}, WORLD_SIZE={texts[1]!r} in the environment are not numbers") from None
+
+
+def _store(rank: int, world_size: int, is_initialized: bool, deadline_s: float) -> Any:
+    if is_initialized:
+        return dist.distributed_c10d._get_default_store()
+    if not dist.is_available() or "MASTER_ADDR" not in os.environ or "MASTER_PORT" not in os.environ:
+        raise ConfigError(
+            f"rank {rank} of {world_size} cannot find the others: call torch.distributed.init_process_group first, "
+            "start with torchrun, or set MASTER_ADDR and MASTER_PORT"
+        )
+    url = f"env://?rank={rank}&world_size={world_size}"
+    try:
+        store, _, _ = next(iter(rendezvous(url, timeout=timedelta(seconds=deadline_s))))
+    except (RuntimeError, ValueError, OSError) as error:
+        raise DeadlineError(
+            f"rank {rank} of {world_size} could not reach the others at {os.environ['MASTER_ADDR']}:"
+            f"{os.environ['MASTER_PORT']} within {deadline_s:g} s: {error}"
+        ) from error
+    return PrefixStore("stillframe", store)

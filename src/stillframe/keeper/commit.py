@@ -1,0 +1,279 @@
+"""Committing a step that several ranks save: each seals alone, rank 0's keeper counts the seals.
+
+The file system is the only medium, so no background collective can get in training's way, and it works when
+the trainers are gone.  Rank 0 (the coordinator) publishes the manifest when every rank of its attempt has
+sealed the step; the other ranks (members) watch for it.  A rank that cannot seal says so in a failure file.
+
+Every wait ends: with the manifest, with somebody's failure, when a keeper that is waited for is gone (its lock
+is free), or at the deadline, and the error names the ranks.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from stillframe import errors
+from stillframe.errors import DeadlineError, ExistsError, FormatError, KeeperError, StateError
+from stillframe.format import limits, names
+from stillframe.format.digest import digest
+from stillframe.format.records import (
+    RankEntry,
+    SealBrief,
+    Team,
+    decode_failure,
+    decode_seal,
+    decode_seal_brief,
+)
+from stillframe.format.tree import DictNode, LeafNode, ListNode, Node, ObjectNode, ShardedNode, TupleNode
+from stillframe.keeper.flush import Flush
+from stillframe.keeper.lock import Life, life_of
+from stillframe.storage import durable
+from stillframe.units import format_ranks
+
+COORDINATOR = 0
+_MEMBERS_WAIT_LONGER_S = 10.0
+"""So that the coordinator's error, which knows more, comes first."""
+_LOOK_AT_LOCKS_S = 0.5
+_LOCKS_AT_ONCE = 16
+_UNKNOWN_S = 5.0
+_HEAD_BYTES = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What every wait of this keeper goes by."""
+
+    root: Path
+    attempt: str
+    world_size: int
+    deadline_s: float
+
+
+class Commit(Protocol):
+    """A sealed step that waits to be committed."""
+
+    flush: Flush
+    decides: bool
+    """It makes the checkpoint, and so has work to do even when no trainer is left."""
+
+    def poll(self, is_orphan: bool) -> bool:
+        """Whether it is committed now.  Never blocks for another rank; raises when it never will be."""
+        ...
+
+    @property
+    def awaited(self) -> list[int]:
+        """The ranks that have not done their part yet."""
+        ...
+
+
+class _Watch:
+    """Whether the keepers that are waited for still live, looked up now and then."""
+
+    def __init__(self, terms: Terms, has_locks: bool) -> None:
+        self._terms = terms
+        self._has_locks = has_locks
+        self._began = self._looked = time.monotonic()
+        self._turn = 0
+
+    @property
+    def waited_s(self) -> float:
+        return time.monotonic() - self._began
+
+    def gone(self, ranks: Sequence[int], is_orphan: bool) -> list[int]:
+        """Those of the ranks (a few at a time) whose keeper has ended without a word."""
+        now = time.monotonic()
+        if not self._has_locks or now - self._looked < _LOOK_AT_LOCKS_S or not ranks:
+            return []
+        self._looked = now
+        start = self._turn % len(ranks)
+        self._turn += _LOCKS_AT_ONCE
+        # One that never had its lock may be starting still; but if our own trainer is gone, a new run has taken it.
+        is_late = is_orphan and self.waited_s > _UNKNOWN_S
+        lives = {rank: life_of(self._terms.root, rank, self._terms.attempt) for rank in _turn(ranks, start)}
+        return sorted(rank for rank, life in lives.items() if life is Life.GONE or (life is Life.UNKNOWN and is_late))
+
+
+def _turn(ranks: Sequence[int], start: int) -> list[int]:
+    return [ranks[(start + at) % len(ranks)] for at in range(min(_LOCKS_AT_ONCE, len(ranks)))]
+
+
+class Coordinator:
+    """Rank 0's side: collects seals as they come, then publishes the manifest."""
+
+    decides = True
+
+    def __init__(self, flush: Flush, terms: Terms, has_locks: bool) -> None:
+        self.flush = flush
+        entry = flush.entry
+        self._terms = terms
+        self._watch = _Watch(terms, has_locks)
+        self._entries = {entry.rank: entry}
+        self._teams: dict[int, list[Team]] = {entry.rank: flush.draft.teams}
+        self._seen_gone: set[int] = set()
+
+    @property
+    def awaited(self) -> list[int]:
+        return [rank for rank in range(self._terms.world_size) if rank not in self._entries]
+
+    def poll(self, is_orphan: bool) -> bool:
+        self._take_seals()
+        missing = self.awaited
+        if not missing:
+            self._check_teams()
+            self.flush.commit([self._entries[rank] for rank in range(self._terms.world_size)])
+            return True
+        gone = self._watch.gone(missing, is_orphan)
+        if self._seen_gone.intersection(gone):  # twice: its seal may have come between the listing and the look
+            raise KeeperError(
+                f"step {self.flush.begin.step} is not committed: {format_ranks(gone)} ended before sealing it"
+            )
+        self._seen_gone.update(gone)
+        if self._watch.waited_s > self._terms.deadline_s:
+            raise DeadlineError(self._lateness(missing))
+        return False
+
+    def _take_seals(self) -> None:
+        for name in os.listdir(self.flush.dir):
+            file = names.parse_rank_file(name)
+            if file is None or file.is_partial or file.attempt != self._terms.attempt or file.rank in self._entries:
+                continue
+            if file.kind == "failure.json":
+                raise _failure(self.flush.dir / name)
+            if file.kind == "seal.json":
+                self._take(file.rank, self.flush.dir / name)
+
+    def _take(self, rank: int, path: Path) -> None:
+        data = durable.read_small(path, limits.MAX_SEAL_BYTES)
+        seal: SealBrief = decode_seal_brief(data, file=str(path))
+        if (seal.step, seal.rank, seal.attempt) != (self.flush.begin.step, rank, self._terms.attempt):
+            raise FormatError(f"{path} is the seal of step {seal.step}, rank {seal.rank}")
+        if seal.world_size != self._terms.world_size:
+            raise StateError(
+                f"rank {rank} saves step {seal.step} as one of {seal.world_size} ranks, rank 0 as one of "
+                f"{self._terms.world_size}: give every rank the same world size"
+            )
+        if rank >= self._terms.world_size:
+            raise StateError(f"step {seal.step} has a seal of rank {rank}, but the world has {seal.world_size} ranks")
+        self._entries[rank] = RankEntry(
+            rank, names.segment(rank, seal.attempt), seal.segment.bytes, path.name, digest(data)
+        )
+        self._teams[rank] = seal.teams
+
+    def _check_teams(self) -> None:
+        """Ranks that hold parts of the same tensors agree on which tensors these are; else parts would be missing."""
+        members: dict[str, list[int]] = defaultdict(list)
+        teams: dict[tuple[int, str], Team] = {}
+        for rank in sorted(self._teams):
+            for team in self._teams[rank]:
+                members[team.ranks].append(rank)
+                teams[rank, team.ranks] = team
+        for key, ranks in members.items():
+            first = teams[ranks[0], key]
+            odd = [rank for rank in ranks if teams[rank, key].tensors != first.tensors]
+            if odd:
+                raise StateError(self._difference(ranks[0], odd))
+            if len(ranks) != first.size:
+                others = sorted(set(self._teams) - set(ranks))
+                raise StateError(self._difference(ranks[0], others[:1]) if others else "a team has too few ranks")
+
+    def _difference(self, rank: int, odd: list[int]) -> str:
+        """Says of which tensors two ranks have different ideas."""
+        one, other = self._tensors(rank), self._tensors(odd[0])
+        lines = [f"{name}: {one[name]} on rank {rank}, not on rank {odd[0]}" for name in sorted(one.keys() - other)]
+        lines += [f"{name}: {other[name]} on rank {odd[0]}, not on rank {rank}" for name in sorted(other.keys() - one)]
+        lines += [
+            f"{name}: {one[name]} on rank {rank}, {other[name]} on rank {odd[0]}"
+            for name in sorted(one.keys() & other)
+            if one[name] != other[name]
+        ]
+        listed = "\n  ".join(lines[:20]) or "they are laid out differently over the ranks"
+        return (
+            f"step {self.flush.begin.step} is not committed: {format_ranks([rank])} and {format_ranks(odd)} save "
+            f"different tensors where they should hold parts of the same:\n  {listed}"
+        )
+
+    def _tensors(self, rank: int) -> dict[str, str]:
+        path = self.flush.dir / names.seal(rank, self._terms.attempt)
+        seal = decode_seal(durable.read_small(path, limits.MAX_SEAL_BYTES), file=str(path))
+        return {node.tensor: f"{node.dtype}{list(node.shape)}" for node in _sharded(seal.tree)}
+
+    def _lateness(self, missing: list[int]) -> str:
+        text = (
+            f"step {self.flush.begin.step} is not committed: {format_ranks(missing)} of {self._terms.world_size} did "
+            f"not seal it within {self._terms.deadline_s:g} s"
+        )
+        elsewhere = self._newest_step_of(missing[0])
+        if elsewhere is not None:
+            text += f" (rank {missing[0]} has sealed step {elsewhere}: do all ranks save the same steps?)"
+        return text
+
+    def _newest_step_of(self, rank: int) -> int | None:
+        """The newest other step that a missing rank has sealed, for a message."""
+        seal = names.seal(rank, self._terms.attempt)
+        steps = [names.parse_step_dir(name) for name in os.listdir(self._terms.root)]
+        sealed = [
+            step for step in steps if step is not None and (self._terms.root / names.step_dir(step) / seal).exists()
+        ]
+        return max((step for step in sealed if step != self.flush.begin.step), default=None)
+
+
+class Member:
+    """Every other rank's side: watches for the manifest, or for rank 0's word that it will not come."""
+
+    decides = False
+
+    def __init__(self, flush: Flush, terms: Terms, has_locks: bool) -> None:
+        self.flush = flush
+        self._terms = terms
+        self._watch = _Watch(terms, has_locks)
+        self._manifest = flush.dir / names.MANIFEST
+        self._failure = flush.dir / names.failure(COORDINATOR, terms.attempt)
+
+    @property
+    def awaited(self) -> list[int]:
+        return [COORDINATOR]
+
+    def poll(self, is_orphan: bool) -> bool:
+        step = self.flush.begin.step
+        if self._manifest.exists():
+            # The attempt stands in its first bytes; there may be megabytes of ranks behind.
+            if f'"attempt":"{self._terms.attempt}"'.encode() not in durable.read_head(self._manifest, _HEAD_BYTES):
+                raise ExistsError(f"step {step} was committed by another run in {self._terms.root}")
+            return True
+        if self._failure.exists() and self._failure.lstat().st_ino != self.flush.old_failure:
+            raise _failure(self._failure)
+        if self._watch.gone([COORDINATOR], is_orphan) and not self._manifest.exists():
+            raise KeeperError(f"step {step} is not committed: the keeper of rank 0 ended before committing it")
+        if self._watch.waited_s > self._terms.deadline_s + _MEMBERS_WAIT_LONGER_S:
+            raise DeadlineError(
+                f"step {step} is sealed here, but rank 0 did not commit it within {self._terms.deadline_s:g} s; "
+                "do all ranks save the same steps?"
+            )
+        return False
+
+
+def _failure(path: Path) -> Exception:
+    failure = decode_failure(durable.read_small(path, limits.MAX_FAILURE_BYTES), file=str(path))
+    if failure.rank == COORDINATOR:
+        return errors.from_record(failure.error, failure.message)
+    return errors.from_record(
+        failure.error, f"rank {failure.rank} could not save step {failure.step}: {failure.message}"
+    )
+
+
+def _sharded(tree: Node) -> Iterable[ShardedNode]:
+    stack: list[Node] = [tree]
+    while stack:
+        node = stack.pop()
+        if isinstance(node, ShardedNode):
+            yield node
+        elif isinstance(node, DictNode | ListNode | TupleNode):
+            stack.extend(node.items)
+        elif isinstance(node, ObjectNode | LeafNode):
+            stack.append(node.item)

@@ -1,0 +1,190 @@
+"""Of the tensors that are spread over ranks: the parts that this one writes, and where the others are.
+
+Every rank works this out alone and all come to the same result, because it depends only on what those ranks have
+in common; that they do have it in common is checked when the step is committed (:class:`Team`).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import msgspec
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from stillframe.errors import UnsupportedStateError
+from stillframe.format.digest import digest
+from stillframe.format.records import Team
+from stillframe.format.segment import Whole
+from stillframe.format.values import Unencodable
+from stillframe.stage.copies import Target
+from stillframe.stage.device import DeviceTable
+from stillframe.stage.leaves import DTYPE_NAMES
+from stillframe.stage.shares import cut_dimension, shares
+from stillframe.stage.sharing import Base
+from stillframe.stage.spread import Box, Spread, replicated, spread_of
+from stillframe.stage.walk import Path, Walk, refusal
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """This rank among those that save together."""
+
+    rank: int
+    knows_ranks: bool
+    """Its number is the one that meshes and process groups use."""
+    writes_once: bool
+    """What several ranks hold is written by one of them: all will be able to read it."""
+
+
+ALONE = Seat(0, knows_ranks=False, writes_once=False)
+
+
+@dataclass(frozen=True, slots=True)
+class SpreadBase:
+    """Memory to be written that is this rank's part of a tensor."""
+
+    base: Base
+    spread: Spread
+    is_captured: bool
+    is_loose: bool
+
+    @property
+    def is_whole(self) -> bool:
+        """It is not cut: what is captured is small, or may be another object at the next save."""
+        return self.is_captured
+
+
+@dataclass(frozen=True, slots=True)
+class Assigned:
+    """A part of a tensor and the rank that writes it."""
+
+    rank: int
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    local: tuple[int, ...]
+    number: int
+    """Which of the parts in this rank's memory, for its name."""
+
+    @property
+    def where(self) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+        return self.rank, self.offset, self.shape
+
+
+def find_spreads(walk: Walk, paths: Sequence[Path], seat: Seat) -> dict[int, Spread]:
+    """Which tensors of the walk other ranks hold, too, or hold parts of."""
+    spreads: dict[int, Spread] = {}
+    for index, tensor in walk.dtensors.items():
+        try:
+            spreads[index] = spread_of(tensor)
+        except Unencodable as reason:
+            raise UnsupportedStateError(refusal(reason, paths[index])) from None
+    if seat.writes_once:
+        replicas = _replicas(walk)
+        for index, tensor in enumerate(walk.tensors):
+            ranks = replicas.get(id(tensor))
+            if ranks is not None and not walk.is_volatile[index] and tensor.layout is torch.strided:
+                spreads[index] = replicated(tensor, ranks)
+    return spreads
+
+
+def _replicas(walk: Walk) -> dict[int, tuple[int, ...]]:
+    """By identity, the tensors that data parallelism keeps the same on several ranks, and these ranks.
+
+    The parameters of a DDP module, and what an optimizer keeps of the same shape for each of them.  Buffers are not
+    among them: they may differ between two forwards.
+    """
+    found: dict[int, tuple[int, ...]] = {}
+    for owner in walk.owners:
+        if isinstance(owner, DistributedDataParallel):
+            ranks = tuple(sorted(torch.distributed.get_process_group_ranks(owner.process_group)))
+            ignored = owner.parameters_to_ignore
+            for name, parameter in owner.module.named_parameters():
+                if len(ranks) > 1 and name not in ignored and type(parameter) is torch.nn.Parameter:
+                    found[id(parameter)] = ranks
+    for owner in walk.owners if found else ():
+        if isinstance(owner, torch.optim.Optimizer) and not type(owner).__module__.startswith("torch.distributed"):
+            for parameter, state in owner.state.items():
+                ranks = found.get(id(parameter), ())
+                for each in state.values() if ranks else ():
+                    if isinstance(each, torch.Tensor) and each.shape == parameter.shape:
+                        found[id(each)] = ranks
+    return found
+
+
+def assign(bases: Iterable[SpreadBase], seat: Seat) -> Iterator[tuple[SpreadBase, list[Assigned]]]:
+    """Of each, which rank writes which part of what this rank holds."""
+    by_holders: dict[tuple[int, ...], list[SpreadBase]] = defaultdict(list)
+    for each in bases:
+        by_holders[each.spread.holders if seat.writes_once else (seat.rank,)].append(each)
+    for holders, members in by_holders.items():
+        members.sort(key=lambda each: each.base.name)
+        boxes = [(each, number, box) for each in members for number, box in enumerate(each.spread.boxes)]
+        sizes = [(_nbytes(each, box), 1 if each.is_whole else _rows(box)) for each, _, box in boxes]
+        parts: dict[int, list[Assigned]] = {id(each): [] for each in members}
+        for (each, number, box), cuts in zip(boxes, shares(sizes, max(len(holders), 1)), strict=True):
+            for cut in cuts:
+                rank = holders[cut.holder] if holders else seat.rank
+                parts[id(each)].append(_assigned(rank, box, cut.start, cut.end, number, each.is_whole))
+        for each in members:
+            yield each, parts[id(each)]
+
+
+def _nbytes(each: SpreadBase, box: Box) -> int:
+    return each.base.source.element_size() * torch.Size(box.shape).numel()
+
+
+def _rows(box: Box) -> int:
+    return box.shape[cut_dimension(box.shape)] if box.shape else 1
+
+
+def _assigned(rank: int, box: Box, start: int, end: int, number: int, is_whole: bool) -> Assigned:
+    if is_whole or not box.shape:
+        return Assigned(rank, box.offset, box.shape, box.local, number)
+    dim = cut_dimension(box.shape)
+
+    def moved(place: tuple[int, ...], to: int) -> tuple[int, ...]:
+        return (*place[:dim], to, *place[dim + 1 :])
+
+    return Assigned(
+        rank,
+        moved(box.offset, box.offset[dim] + start),
+        moved(box.shape, end - start),
+        moved(box.local, box.local[dim] + start),
+        number,
+    )
+
+
+def own_targets(each: SpreadBase, parts: list[Assigned], devices: DeviceTable, seat: Seat) -> Iterator[Target]:
+    """The shards that this rank writes of a tensor."""
+    base = each.base
+    for part in parts:
+        if part.rank == seat.rank:
+            box = Box(part.offset, part.shape, part.local)
+            source = box.of(base.source.detach())
+            is_part = source.shape != base.source.shape
+            yield Target(
+                source=source,
+                device=devices.of(base.source),
+                name=base.name if part.number == 0 else f"{base.name}~{part.number + 1}~box",
+                is_captured=each.is_captured,
+                index=base.leaves[0][0] if each.is_captured else None,
+                box=box if is_part else None,
+                whole=Whole(base.name, each.spread.shape, part.offset),
+            )
+
+
+def teams_of(bases: Iterable[Base], spreads: dict[int, Spread], seat: Seat) -> list[Team]:
+    """What this rank's seal says of the tensors that it holds together with others."""
+    lines: dict[tuple[int, ...], list[tuple[object, ...]]] = defaultdict(list)
+    for base in bases:
+        spread = spreads.get(base.leaves[0][0])
+        if spread is not None and seat.knows_ranks and len(spread.team) > 1:
+            dtype = DTYPE_NAMES[base.source.dtype]
+            lines[spread.team].append((base.name, dtype, spread.shape, spread.layout, base.is_volatile))
+    return [
+        Team(digest(msgspec.json.encode(team)), len(team), digest(msgspec.json.encode(sorted(each))))
+        for team, each in sorted(lines.items())
+    ]

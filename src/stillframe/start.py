@@ -1,0 +1,67 @@
+"""What ranks agree on when a run starts: one root, one version, one policy, and the attempt that names their files."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+
+import msgspec
+
+import stillframe
+from stillframe.catalog import Catalog
+from stillframe.errors import ConfigError
+from stillframe.group import Group, Outcome, check_same
+from stillframe.retention import Keep
+
+NODE = "{node}"
+
+
+class _Hello(msgspec.Struct, frozen=True):
+    root: str
+    shared: bool
+    version: str
+    world_size: int
+    keep: str
+    deadline_s: float
+
+
+class _Attempt(msgspec.Struct, frozen=True):
+    attempt: str
+
+
+def resolve_root(root: str | os.PathLike[str], shared: bool | None, group: Group) -> tuple[str, bool]:
+    """The directory of this rank, and whether all ranks see the same one."""
+    text = os.fspath(root)
+    if not isinstance(text, str):
+        raise ConfigError(f"root={root!r}: give a str or a path")
+    if NODE in text:
+        if shared:
+            raise ConfigError(f"root={text!r} is another one on each node, so shared=True cannot be")
+        shared = False
+        text = text.replace(NODE, os.environ.get("STILLFRAME_NODE") or socket.gethostname())
+    return text, shared is not False or group.world_size == 1
+
+
+def agree_on_attempt(group: Group, catalog: Catalog, keep: Keep | None) -> str:
+    """The id of this attempt, the same on every rank.  Blocks until all ranks are here.
+
+    Raises: :class:`ConfigError` naming the ranks that differ; :class:`DeadlineError` naming those that did not come.
+    """
+    is_shared = catalog.rank is None
+    hello = _Hello(
+        root=str(catalog.root) if is_shared else "",
+        shared=is_shared,
+        version=stillframe.__version__,
+        world_size=group.world_size,
+        keep=repr(keep),
+        deadline_s=group.deadline_s,
+    )
+
+    def judge(outcomes: list[Outcome]) -> _Attempt:
+        hellos = [msgspec.convert(each.value, _Hello, from_attributes=True) for each in outcomes]
+        for name in _Hello.__struct_fields__:
+            check_same(name, [getattr(each, name) for each in hellos])
+        return _Attempt(secrets.token_hex(4))
+
+    return group.decide(f"starting to use {catalog.root}", lambda: hello, judge, _Attempt).attempt

@@ -89,6 +89,10 @@ class Checkpointer:
         if keep is not None and not isinstance(keep, Keep):
             raise ConfigError(f"keep={keep!r}: give KeepLast(n), KeepEvery(k), both combined with |, or None")
         self._group = join_group(rank, world_size, _check_deadline(deadline_s))
+        if when_busy == "skip" and self._group.world_size > 1:
+            raise ConfigError(
+                "when_busy='skip': several ranks would skip different steps; use 'wait', and save less often"
+            )
         path, is_shared = resolve_root(root, shared, self._group)
         self._catalog = Catalog(path, None if is_shared else self._group.rank)
         if self._catalog.root.exists() and not self._catalog.root.is_dir():

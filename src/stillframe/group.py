@@ -69,7 +69,7 @@ class Group:
         self.world_size = world_size
         self.deadline_s = deadline_s
         self._store = store
-        self._prefix = f"stillframe/{next(_numbers)}"
+        self._prefix = f"stillframe/{next(_numbers) if world_size > 1 else 0}"
         self._rounds = itertools.count(1)
         self._sealed: list[int] = []
         self._complete = -1

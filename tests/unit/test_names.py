@@ -14,6 +14,10 @@ attempts = st.from_regex(r"[0-9a-f]{8}", fullmatch=True)
 ranks = st.integers(0, 99_999)
 
 
+def is_ours(name: str) -> bool:
+    return (names.parse_rank_file(name) or names.parse_manifest(name)) is not None
+
+
 @given(st.integers(0, MAX_STEP))
 def test_a_step_directory_is_recognised(step: int) -> None:
     assert names.parse_step_dir(names.step_dir(step)) == step
@@ -40,8 +44,9 @@ def test_partial_files_are_recognised_as_partial(rank: int, attempt: str) -> Non
 def test_every_file_stillframe_makes_in_a_step_is_ours(rank: int, attempt: str) -> None:
     made = [names.segment(rank, attempt), names.seal(rank, attempt)]
     made += [name + names.PARTIAL for name in made]
-    made += [names.MANIFEST, names.damaged_manifest(), names.manifest_partial(attempt)]
-    assert all(map(names.is_ours, made))
+    made += [names.MANIFEST, names.damaged_manifest(), names.manifest_partial(attempt), names.failure(rank, attempt)]
+    made += [names.manifest(rank), names.damaged_manifest(rank), names.manifest_partial(attempt, rank)]
+    assert all(map(is_ours, made))
 
 
 @pytest.mark.parametrize(
@@ -66,11 +71,11 @@ def test_a_directory_with_another_name_is_no_step(name: str) -> None:
 )  # fmt: skip
 def test_a_strangers_file_is_not_ours(name: str) -> None:
     assert names.parse_rank_file(name) is None
-    assert not names.is_ours(name)
+    assert not is_ours(name)
 
 
 @given(st.text())
 def test_a_name_that_is_accepted_never_leaves_its_directory(name: str) -> None:
-    if names.is_ours(name) or names.parse_rank_file(name) or names.parse_step_dir(name) is not None:
+    if is_ours(name) or names.parse_rank_file(name) or names.parse_step_dir(name) is not None:
         assert "/" not in name
         assert name not in (".", "..")

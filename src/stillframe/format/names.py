@@ -14,7 +14,7 @@ PARTIAL = ".partial"
 
 _STEP = re.compile(r"step-(\d{12})", re.ASCII)
 _RANK_FILE = re.compile(r"rank-(\d{5})-([0-9a-f]{8})\.(safetensors|seal\.json|failure\.json)(\.partial)?", re.ASCII)
-_MANIFEST = re.compile(r"manifest(-\d{5})?(\.damaged)?\.json(\.[0-9a-f]{8}\.partial)?", re.ASCII)
+_MANIFEST = re.compile(r"manifest(?:-(\d{5}))?(\.damaged)?\.json(\.[0-9a-f]{8}\.partial)?", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +68,13 @@ def parse_rank_file(name: str) -> RankFile | None:
     return RankFile(int(found[1]), found[2], found[3], found[4] is not None) if found else None
 
 
-def is_manifest(name: str) -> bool:
-    """Of all ranks or of one, whole, partial or damaged."""
-    return _MANIFEST.fullmatch(name) is not None
+@dataclass(frozen=True, slots=True)
+class ManifestFile:
+    rank: int | None
+    is_damaged: bool
+    is_partial: bool
 
 
-def is_ours(name: str) -> bool:
-    """Whether a file in a step's directory was made by stillframe, and may be deleted with the step."""
-    return is_manifest(name) or _RANK_FILE.fullmatch(name) is not None
+def parse_manifest(name: str) -> ManifestFile | None:
+    found = _MANIFEST.fullmatch(name)
+    return ManifestFile(int(found[1]) if found[1] else None, bool(found[2]), bool(found[3])) if found else None

@@ -4,6 +4,9 @@ The file system is the only medium, so no background collective can get in train
 the trainers are gone.  Rank 0 (the coordinator) publishes the manifest when every rank of its attempt has
 sealed the step; the other ranks (members) watch for it.  A rank that cannot seal says so in a failure file.
 
+A sealed file is a promise that rank 0 may already have counted: a member takes it back only on rank 0's word that
+the step will not be committed, and leaves it to the next run's sweep in every other case.
+
 Every wait ends: with the manifest, with somebody's failure, when a keeper that is waited for is gone (its lock
 is free), or at the deadline, and the error names the ranks.
 """
@@ -247,6 +250,7 @@ class Member:
                 raise ExistsError(f"step {step} was committed by another run in {self._terms.root}")
             return True
         if self._failure.exists() and self._failure.lstat().st_ino != self.flush.old_failure:
+            self.flush.is_promised = False
             raise _failure(self._failure)
         if self._watch.gone([COORDINATOR], is_orphan) and not self._manifest.exists():
             raise KeeperError(f"step {step} is not committed: the keeper of rank 0 ended before committing it")

@@ -60,6 +60,8 @@ class Flush:
         self.staged_s: float | None = None
         self.pending: list[Future[None]] = []
         self.old_failure: int | None = None
+        self.is_promised = False
+        """It is sealed, and another rank may commit it: its files must stay."""
         self.dir = catalog.dir(begin.step)
         self._catalog = catalog
         self._header = header

@@ -100,7 +100,7 @@ class Keeper:
                 durable.make_dirs(self._catalog.root)
                 self._lock.acquire()
                 if self._lock.is_held and (self._rank == 0 or self._catalog.rank is not None):
-                    sweep(self._catalog, self._terms.attempt)
+                    sweep(self._catalog, self._terms.attempt, self._is_alone)
 
     # --- listening -------------------------------------------------------------------------
 
@@ -191,6 +191,7 @@ class Keeper:
         elif self._rank == COORDINATOR:
             self._waiting.add(save, Coordinator(flush, self._terms, self._lock.is_supported))
         else:
+            flush.is_promised = True
             self._waiting.add(save, Member(flush, self._terms, self._lock.is_supported))
 
     def _settle(self, save: int, flush: Flush) -> None:
@@ -254,7 +255,8 @@ class Keeper:
 
     def _fail(self, save: int, flush: Flush) -> None:
         assert flush.error is not None
-        flush.discard()
+        if not flush.is_promised:
+            flush.discard()
         kind, message = errors.to_record(flush.error)
         if not self._is_alone:
             flush.report_failure(kind, message)

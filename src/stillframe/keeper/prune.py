@@ -64,12 +64,12 @@ class Pruner:
                 self.remove_own()
 
     def remove_own(self) -> None:
-        """This rank's files of steps whose manifest rank 0 has removed; a damaged one keeps them."""
-        for step in sorted(self._own):
-            if not self._catalog.is_committed(step):
+        """This rank's files of steps that the policy lets go and whose manifest rank 0 has removed."""
+        for step in sorted(self._own - self._keep.keeps(self._own)):
+            if _is_gone(self._catalog.manifest_path(step)):
                 self._own.discard(step)
-                if not os.path.lexists(self._catalog.damaged_path(step)):
-                    _remove_files(self._catalog.dir(step), lambda file: file.rank == self._rank)
+                if _is_gone(self._catalog.damaged_path(step)):
+                    _remove_files(self._catalog.dir(step), self._is_own)
 
     def _prune(self, complete_step: int | None) -> None:
         left, self._left = self._left, set()
@@ -86,8 +86,15 @@ class Pruner:
             if committed and step < committed[-1]:
                 _remove_files(self._catalog.dir(step), self._is_removable)
 
-    def _is_removable(self, file: RankFile) -> bool:
-        return self._catalog.rank is None or file.rank == self._catalog.rank
+    def _is_own(self, name: str) -> bool:
+        file = names.parse_rank_file(name)
+        return file is not None and file.rank == self._rank
+
+    def _is_removable(self, name: str) -> bool:
+        """What goes with a checkpoint: everything of it, or in a root that is not shared what is this rank's."""
+        file = names.parse_rank_file(name) or names.parse_manifest(name)
+        is_everything = self._catalog.rank is None and isinstance(file, RankFile)
+        return file is not None and (is_everything or file.rank == self._catalog.rank)
 
     def _remove_checkpoint(self, step: int) -> None:
         path = self._catalog.dir(step)
@@ -101,29 +108,53 @@ class Pruner:
         if step in self._own and self._catalog.rank is None:
             self._own.discard(step)
             self._left.add(step)
-            _remove_files(path, lambda file: file.rank == self._rank)
+            _remove_files(path, self._is_own)
         else:
             _remove_files(path, self._is_removable)
 
 
-def sweep(catalog: Catalog, attempt: str) -> None:
+def _is_gone(path: Path) -> bool:
+    """It is certain that it is not there; a file system that cannot tell is no reason to delete anything."""
+    try:
+        path.lstat()
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def sweep(catalog: Catalog, attempt: str, is_alone: bool) -> None:
     """Remove what no keeper can turn into a checkpoint any more: the files of attempts that are dead.
 
     For rank 0, holding the lock of the root, before its first save; in a root that is not shared, for each rank of
-    its own files.
+    its own files.  Of the same attempt (an earlier keeper of it has died) a rank that commits ``is_alone`` removes
+    everything; else a sealed file stays: it may be counted on.
     """
 
-    def is_dead(file: RankFile) -> bool:
-        if file.attempt == attempt or (catalog.rank is not None and file.rank != catalog.rank):
+    def is_dead(name: str) -> bool:
+        file = names.parse_rank_file(name)
+        if file is None:
+            manifest = names.parse_manifest(name)
+            return manifest is not None and manifest.is_partial and manifest.rank == catalog.rank
+        if file.rank == (catalog.rank or 0):
+            return file.attempt != attempt or is_alone or file.is_partial
+        if catalog.rank is not None or file.attempt == attempt:
             return False
-        return file.rank == (catalog.rank or 0) or life_of(catalog.root, file.rank, file.attempt) is not Life.ALIVE
+        return life_of(catalog.root, file.rank, file.attempt) is not Life.ALIVE
 
     for step in catalog.step_dirs():
         path = catalog.dir(step)
         if catalog.is_committed(step):
             _remove_strangers(catalog, step, is_dead)
-        elif not os.path.lexists(catalog.damaged_path(step)):
+        elif not any(_is_verdict(name) for name in os.listdir(path)):
             _remove_files(path, is_dead)
+
+
+def _is_verdict(name: str) -> bool:
+    """A manifest of any kind, damaged or whole: also one of ranks that did not share this root then."""
+    manifest = names.parse_manifest(name)
+    return manifest is not None and not manifest.is_partial
 
 
 @contextlib.contextmanager
@@ -145,8 +176,8 @@ def _exclusive(manifest: Path) -> Iterator[bool]:
         os.close(fd)
 
 
-def _remove_files(path: Path, is_removable: Callable[[RankFile], bool]) -> None:
-    """Those files of the ranks, and what is left of manifests; then the directory, if it is empty."""
+def _remove_files(path: Path, is_removable: Callable[[str], bool]) -> None:
+    """The files of these names; then the directory, if it is empty."""
     if path.is_symlink():
         return
     try:
@@ -154,14 +185,12 @@ def _remove_files(path: Path, is_removable: Callable[[RankFile], bool]) -> None:
     except FileNotFoundError:
         return  # another rank has finished it
     for entry in entries:
-        file = names.parse_rank_file(entry.name)
-        is_going = is_removable(file) if file else names.is_manifest(entry.name)
-        if is_going and not entry.is_dir(follow_symlinks=False):
+        if is_removable(entry.name) and not entry.is_dir(follow_symlinks=False):
             durable.remove(Path(entry))
     durable.remove_dir(path)
 
 
-def _remove_strangers(catalog: Catalog, step: int, is_dead: Callable[[RankFile], bool]) -> None:
+def _remove_strangers(catalog: Catalog, step: int, is_dead: Callable[[str], bool]) -> None:
     """Files of other attempts beside a committed one."""
     path = catalog.dir(step)
     if path.is_symlink():
@@ -174,9 +203,5 @@ def _remove_strangers(catalog: Catalog, step: int, is_dead: Callable[[RankFile],
         return  # damaged or newer: not ours to judge
     for name in os.listdir(path):
         file = names.parse_rank_file(name)
-        if file:
-            is_stranger = file.attempt != attempt and is_dead(file)
-        else:
-            is_stranger = name != manifest_path.name and names.is_manifest(name) and catalog.rank is None
-        if is_stranger:
+        if is_dead(name) and (file is None or file.attempt != attempt):
             durable.remove(path / name)

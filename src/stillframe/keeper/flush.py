@@ -221,15 +221,15 @@ class Flush:
         with contextlib.suppress(OSError):
             durable.remove_dir(self.dir)
 
-    def report_failure(self, error: str, message: str) -> None:
-        """Tell the other ranks, who may be waiting, that this one will not come; best effort, they have a deadline."""
-        failure = Failure(self.begin.step, self.draft.rank, self.draft.attempt, error, message[:10_000])
-        path = self.dir / names.failure(self.draft.rank, self.draft.attempt)
-        partial = path.with_name(path.name + names.PARTIAL)
-        with contextlib.suppress(OSError):
-            durable.make_dir(self.dir)
-            durable.write_partial(partial, encode_failure(failure))
-            durable.publish(partial, path)
+
+def report_failure(directory: Path, failure: Failure) -> None:
+    """Tell the other ranks, who may be waiting, that this one will not come; best effort, they have a deadline."""
+    path = directory / names.failure(failure.rank, failure.attempt)
+    partial = path.with_name(path.name + names.PARTIAL)
+    with contextlib.suppress(OSError):
+        durable.make_dirs(directory)
+        durable.write_partial(partial, encode_failure(failure))
+        durable.publish(partial, path)
 
 
 def read_draft(fd_bytes: bytes, begin: Begin) -> tuple[bytes, SealDraft]:

@@ -23,8 +23,9 @@ from pathlib import Path
 from stillframe import errors
 from stillframe.catalog import Catalog
 from stillframe.errors import StillframeError, StorageError
+from stillframe.format.records import Failure
 from stillframe.keeper.commit import COORDINATOR, Coordinator, Member, Terms
-from stillframe.keeper.flush import Fingerprint, Flush, read_draft
+from stillframe.keeper.flush import Fingerprint, Flush, read_draft, report_failure
 from stillframe.keeper.lock import RootLock
 from stillframe.keeper.prune import Pruner, sweep
 from stillframe.keeper.waiting import Waiting
@@ -75,8 +76,8 @@ class Keeper:
             self._tell(messages.Refused(*errors.to_record(error)))
             return 1
         self._listen()
-        for save in list(self._flushes):
-            self._abandon(save)
+        for save, flush in list(self._flushes.items()):
+            self._abandon(save, flush.begin.step, "KeeperError", "its trainer ended before it was staged")
         self._writers.shutdown()
         self._finisher.shutdown()
         self._waiting.finish()
@@ -150,7 +151,7 @@ class Keeper:
             flush.staged_s = message.staged_s
             self._finisher.submit(_or_die, self._finish, message.save, flush)
         elif isinstance(message, messages.Abandon):
-            self._abandon(message.save)
+            self._abandon(message.save, message.step, message.kind, message.message)
         elif isinstance(message, messages.Attach):
             assert fd is not None
             self._arena = memoryview(mmap.mmap(fd, message.nbytes))
@@ -238,28 +239,35 @@ class Keeper:
         except (OSError, StillframeError) as error:
             self._tell(messages.Notice(f"old checkpoints could not be removed: {error}"))
 
-    def _abandon(self, save: int) -> None:
+    def _abandon(self, save: int, step: int, kind: str, message: str) -> None:
         """A save that will not be staged: drop it, unless it is finishing already."""
-        flush = self._flushes[save]
-        if flush.staged_s is None:
-            flush.error = flush.error or errors.StorageError("it was not completely staged")
+        flush = self._flushes.get(save)
+        if flush is None:  # it failed before it began
+            self._report(step, kind, message)
+        elif flush.staged_s is None:
+            flush.error = flush.error or errors.from_record(kind, message)
             self._finisher.submit(_or_die, self._drop, save, flush)
 
     def _drop(self, save: int, flush: Flush) -> None:
         for each in flush.pending:
             each.result()
+        assert flush.error is not None
         flush.discard()
-        if not self._is_alone:
-            flush.report_failure("StateError", "its trainer ended, or could not copy it, before it was staged")
+        self._report(flush.begin.step, *errors.to_record(flush.error))
         del self._flushes[save]
+
+    def _report(self, step: int, kind: str, message: str) -> None:
+        """Let the other ranks know that this one will not seal the step."""
+        if not self._is_alone:
+            failure = Failure(step, self._rank, self._terms.attempt, kind, message[:10_000])
+            report_failure(self._catalog.dir(step), failure)
 
     def _fail(self, save: int, flush: Flush) -> None:
         assert flush.error is not None
         if not flush.is_promised:
             flush.discard()
         kind, message = errors.to_record(flush.error)
-        if not self._is_alone:
-            flush.report_failure(kind, message)
+        self._report(flush.begin.step, kind, message)
         self._note(f"step {flush.begin.step}: {message}")
         self._tell(messages.Failed(save, kind, message))
 

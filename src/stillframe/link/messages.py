@@ -56,9 +56,12 @@ class Staged(_Message, frozen=True):
 
 
 class Abandon(_Message, frozen=True):
-    """The trainer could not stage it: remove what there is."""
+    """The trainer could not stage it, and says why: remove what there is, and let other ranks know."""
 
     save: int
+    step: int
+    kind: str
+    message: str
 
 
 class Close(_Message, frozen=True):

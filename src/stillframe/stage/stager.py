@@ -27,7 +27,7 @@ from typing import Any
 import msgspec
 import torch
 
-from stillframe.errors import DeadlineError, KeeperError, StateError, StillframeError
+from stillframe.errors import DeadlineError, KeeperError, StateError, StillframeError, to_record
 from stillframe.format.records import SealDraft
 from stillframe.link import messages
 from stillframe.link.arena import Arena
@@ -320,7 +320,7 @@ class Stager:
                 self.arena.give_back(span)
         if job.keeper is not None and not job.keeper.is_gone:
             with contextlib.suppress(KeeperError):
-                job.keeper.send(messages.Abandon(job.save.number))
+                job.keeper.send(messages.Abandon(job.save.number, job.save.step, *to_record(error)))
         failed = self._ledger.fail(job.save.number, error)
         self._over(job)
         self._on_failure([failed] if failed else [])

@@ -1,0 +1,143 @@
+"""What ranks agree on: bad input is an error that names the ranks and the difference, within the deadline."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from stillframe import Catalog, load
+from tests.ranks.launch import run_ranks
+from tests.support import leftovers
+
+WORKER = "agree_worker.py"
+
+
+SCENARIOS = (
+    "other_root", "other_version", "too_large_a_world", "other_steps", "other_shape", "missing_tensor",
+    "other_step_to_restore", "mismatch_on_one", "failure_on_one", "no_collective", "unshared", "unshared_by_flag",
+)  # fmt: skip
+
+Said = dict[tuple[int, str], list[str]]
+
+
+def run(root: Path, ranks: int, *scenarios: str) -> Said:
+    """What each rank said in each scenario, in order."""
+    said: Said = {}
+    output = run_ranks(ranks, WORKER, root, *scenarios)
+    for rank, scenario, line in re.findall(r"^\[(\d+) (\w+)\] (.*)$", output, re.MULTILINE):
+        said.setdefault((int(rank), scenario), []).append(line)
+    return said
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("agree")
+
+
+@pytest.fixture(scope="module")
+def said(root: Path) -> Said:
+    """All scenarios of two ranks in one launch: starting them takes longer than running them."""
+    return run(root, 2, *SCENARIOS)
+
+
+def seconds(line: str) -> float:
+    return float(re.findall(r"([\d.]+)s ", line)[0])
+
+
+def test_one_rank_with_another_root_is_named(said: Said) -> None:
+    for rank in (0, 1):
+        (line,) = said[rank, "other_root"]
+        assert line.startswith("ConfigError")
+        assert re.search(r"rank 0: root=.*/other_root'; rank 1: root=.*/other_root/other'", line)
+        assert seconds(line) < 5
+
+
+def test_one_rank_with_another_version_is_named(said: Said) -> None:
+    for rank in (0, 1):
+        assert re.search(r"ConfigError.*rank 0: version='0.*'; rank 1: version='9.9.9'", said[rank, "other_version"][0])
+
+
+def test_a_rank_that_does_not_come_is_named_within_the_deadline(tmp_path: Path) -> None:
+    said = run(tmp_path, 3, "missing_rank")
+    assert re.search(r"DeadlineError.*rank 1 of 3 did not come within 2 s", said[0, "missing_rank"][0])
+    assert re.search(r"DeadlineError.*rank 1 of 3 did not come within 2 s", said[2, "missing_rank"][0])
+    assert seconds(said[0, "missing_rank"][0]) < 10
+
+
+def test_a_world_that_is_larger_than_the_ranks_is_refused(said: Said) -> None:
+    for rank in (0, 1):
+        assert re.search(r"DeadlineError.*ranks 2-3 of 4 did not come", said[rank, "too_large_a_world"][0])
+
+
+def test_ranks_that_save_different_steps_are_told(said: Said, root: Path) -> None:
+    assert re.search(r"DeadlineError.*step 10 .*rank 1 of 2 did not seal it within 2 s", said[0, "other_steps"][0])
+    assert "rank 1 has sealed step 11" in said[0, "other_steps"][0]
+    assert re.search(r"(DeadlineError|KeeperError).*step 11", said[1, "other_steps"][0])
+    assert Catalog(root / "other_steps").steps() == []
+
+
+@pytest.mark.parametrize(
+    ("scenario", "difference"),
+    [
+        ("other_shape", r"model/w: F32\[8, 4\] on rank 0, F32\[10, 4\] on rank 1"),
+        ("missing_tensor", r"model/b: F32\[4, 4\] on rank 0, not on rank 1"),
+    ],
+)
+def test_ranks_that_hold_parts_of_different_tensors_are_told_which(
+    said: Said, root: Path, scenario: str, difference: str
+) -> None:
+    for rank in (0, 1):
+        assert re.search(f"StateError.*{difference}", said[rank, scenario][0])
+    steps = [2] if scenario == "missing_tensor" else []
+    assert Catalog(root / scenario).steps() == steps
+
+
+def test_ranks_that_restore_different_steps_are_told(said: Said) -> None:
+    for rank in (0, 1):
+        assert re.search(r"ConfigError.*rank 0: step=1; rank 1: step=2", said[rank, "other_step_to_restore"][0])
+
+
+def test_a_state_that_fits_on_one_rank_only_is_touched_on_none(said: Said) -> None:
+    assert re.search(r"MismatchError.*on rank 1: step 1 does not fit", said[0, "mismatch_on_one"][0])
+    assert re.search(
+        r"MismatchError.*x: float32\[4\] in the checkpoint, float32\[5\] in the state", said[1, "mismatch_on_one"][0]
+    )
+    assert said[0, "mismatch_on_one"][1] == said[1, "mismatch_on_one"][1] == "untouched"
+
+
+def test_a_rank_that_cannot_save_fails_the_step_for_all_at_once(said: Said, root: Path) -> None:
+    assert re.search("rank 1 could not save step 1: .*no memory for an arena", said[0, "failure_on_one"][0])
+    assert "there is no memory for an arena" in said[1, "failure_on_one"][0]
+    assert max(seconds(said[0, "failure_on_one"][0]), seconds(said[1, "failure_on_one"][0])) < 30
+    assert not Catalog(root / "failure_on_one").steps()
+
+
+def test_a_steady_save_makes_no_collective_and_waits_for_nobody(said: Said) -> None:
+    for rank in (0, 1):
+        quiet, control, steady, committed = said[rank, "no_collective"]
+        assert (quiet, control) == ("collectives 0", "collectives 1")  # the second shows that they are noticed
+        assert (steady, committed) == ("steady at once", "committed 4")
+
+
+def test_roots_that_are_not_shared_agree_on_what_all_have_sealed(said: Said) -> None:
+    for rank in (0, 1):
+        kept, restored, saved, again = said[rank, "unshared"]
+        assert kept in ("kept [2, 3, 4]", "kept [3, 4]")
+        assert restored == f"restored 4 [4.0] {{'rank': {rank}}}"
+        assert saved == "ok None"
+        assert again == "again 5 [7.0]"
+
+
+def test_ranks_in_one_directory_that_is_not_shared_keep_apart(said: Said) -> None:
+    assert said[0, "unshared_by_flag"] == ["restored 3 [3.0] {'rank': 0}"]
+    assert said[1, "unshared_by_flag"] == ["restored 3 [13.0] {'rank': 1}"]
+
+
+def test_the_environment_variables_are_enough(tmp_path: Path) -> None:
+    said = run(tmp_path, 2, "only_environment")
+    for rank in (0, 1):
+        assert said[rank, "only_environment"] == [f"restored 1 [{float(rank)}] {{'number': {rank}}}"]
+    assert load(tmp_path / "only_environment", rank=1)["rank"] == {"number": 1}
+    assert not leftovers(tmp_path / "only_environment")

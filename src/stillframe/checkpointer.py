@@ -106,6 +106,7 @@ class Checkpointer:
         self._devices = DeviceTable()
         self._plan: Plan | None = None
         self._known: set[int] | None = None
+        self._tried: set[int] = set()
         self._is_closed = False
         self.last_restore: RestoreReport | None = None
 
@@ -146,10 +147,7 @@ class Checkpointer:
         self._check_open("save")
         self._raise_failures()
         step = check_step(step)
-        if step in self._known_steps() and self._is_taken(step):
-            raise ExistsError(
-                f"step {step} is already a checkpoint in {self._catalog.root}, or is being saved right now"
-            )
+        self._check_new(step)
         walk = Walk(state)
         plan = self._plan
         if plan is None or not plan.fits(walk):
@@ -176,6 +174,7 @@ class Checkpointer:
         save = self._ledger.begin(step, plan.data_bytes, began)
         try:
             self._known_steps().add(step)
+            self._tried.add(step)
             job = Job(save, plan, draft, captured, marks, audit)
             self._ledger.returned(save, plan.captured_bytes, time.monotonic() - began)
             self._stager.submit(job)  # last: from here on the stager competes for the GIL
@@ -320,9 +319,19 @@ class Checkpointer:
             self._known = set(self._catalog.steps())
         return self._known
 
-    def _is_taken(self, step: int) -> bool:
-        """Whether a step that was a checkpoint or a save of ours still is one: retention may have removed it."""
-        return self._catalog.is_committed(step) or any(save.step == step for save in self._ledger.in_flight)
+    def _check_new(self, step: int) -> None:
+        """Raises :class:`ExistsError` if the step is a checkpoint or a save of ours; retention may have removed it.
+
+        Several ranks save a step once in a run: files of a first try could pass for those of a second.
+        """
+        if step in self._tried and self._group.world_size > 1:
+            raise ExistsError(f"step {step} has been saved in this run already: save the next one instead")
+        if step in self._known_steps() and (
+            self._catalog.is_committed(step) or any(save.step == step for save in self._ledger.in_flight)
+        ):
+            raise ExistsError(
+                f"step {step} is already a checkpoint in {self._catalog.root}, or is being saved right now"
+            )
 
     @property
     def _seat(self) -> Seat:

@@ -57,7 +57,7 @@ def test_the_everyday_lines_of_the_readme_run(tmp_path: Path, monkeypatch: pytes
             "stillframe": stillframe, "checkpointer": checkpointer, "state": state, "step": 1001, "root": "other",
             "Vocabulary": Vocabulary, "encode": vars, "decode": Vocabulary,
         }  # fmt: skip
-        lines = BLOCKS[1].replace("stillframe.Checkpointer(root", "made = stillframe.Checkpointer(root")
+        lines = BLOCKS[2].replace("stillframe.Checkpointer(root", "made = stillframe.Checkpointer(root")
         exec(lines, scope)
         made = scope["made"]
         assert isinstance(made, stillframe.Checkpointer)

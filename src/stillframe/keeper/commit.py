@@ -249,7 +249,7 @@ class Member:
             if f'"attempt":"{self._terms.attempt}"'.encode() not in durable.read_head(self._manifest, _HEAD_BYTES):
                 raise ExistsError(f"step {step} was committed by another run in {self._terms.root}")
             return True
-        if self._failure.exists() and self._failure.lstat().st_ino != self.flush.old_failure:
+        if self._failure.exists():
             self.flush.is_promised = False
             raise _failure(self._failure)
         if self._watch.gone([COORDINATOR], is_orphan) and not self._manifest.exists():

@@ -59,7 +59,6 @@ class Flush:
         self.error: Exception | None = None
         self.staged_s: float | None = None
         self.pending: list[Future[None]] = []
-        self.old_failure: int | None = None
         self.is_promised = False
         """It is sealed, and another rank may commit it: its files must stay."""
         self.dir = catalog.dir(begin.step)
@@ -111,19 +110,12 @@ class Flush:
             durable.make_dirs(self.dir.parent)
             durable.make_dir(self.dir)
             self._has_files = True
-            self._forget_failures()
             try:
                 return WriteFile(self._partial_path, len(self._header) + self.begin.data_bytes)
             except FileNotFoundError:
                 if is_last:
                     raise
         raise AssertionError
-
-    def _forget_failures(self) -> None:
-        """Of an earlier try to save this step: our own file goes, rank 0's is known as an old one."""
-        durable.remove(self.dir / names.failure(self.draft.rank, self.draft.attempt))
-        with contextlib.suppress(FileNotFoundError):
-            self.old_failure = (self.dir / names.failure(0, self.draft.attempt)).lstat().st_ino
 
     def write(self, chunk: Chunk, memory: memoryview) -> None:
         """Hash a chunk and write it at its place; ``memory`` is its whole span."""

@@ -1,0 +1,176 @@
+"""Counting seals: what the coordinator and the members do with what they find in a step's directory."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from stillframe import Catalog
+from stillframe.errors import DeadlineError, ExistsError, KeeperError, StateError, StorageError
+from stillframe.format import names, records
+from stillframe.format.digest import digest
+from stillframe.format.records import Failure, SealDraft, Team
+from stillframe.format.segment import encode_header
+from stillframe.format.tree import DictNode, Part, ShardedNode
+from stillframe.keeper.commit import Coordinator, Member, Terms
+from stillframe.keeper.flush import Flush, report_failure
+from stillframe.keeper.lock import Life, RootLock, life_of
+from stillframe.link.messages import Begin
+
+ATTEMPT = "0123abcd"
+STEP = 7
+
+
+def sealed(root: Path, rank: int, world_size: int = 3, attempt: str = ATTEMPT, tensors: tuple[str, ...] = ()) -> Flush:
+    """A rank's part of the step, without data, as its keeper leaves it."""
+    nodes = [ShardedNode(name, "F32", (4,), [Part(rank, (rank,), (1,))]) for name in tensors]
+    teams = [Team(digest(b"all"), world_size, digest(repr(tensors).encode()))] if tensors else []
+    draft = SealDraft(
+        STEP, rank, world_size, attempt, records.encode_shards([]),
+        records.encode_tree(DictNode(list(tensors), list(nodes))), msgspec.Raw(b"[]"), teams,
+    )  # fmt: skip
+    header = encode_header([], {})
+    begin = Begin(1, STEP, 0.0, len(header), 0, 0, "", ())
+    flush = Flush(begin, header, draft, Catalog(root), threading.Lock())
+    flush.seal()
+    return flush
+
+
+def terms(root: Path, world_size: int = 3, deadline_s: float = 60.0) -> Terms:
+    return Terms(root, ATTEMPT, world_size, deadline_s)
+
+
+def coordinator(
+    root: Path, world_size: int = 3, deadline_s: float = 60.0, tensors: tuple[str, ...] = ()
+) -> Coordinator:
+    flush = sealed(root, 0, world_size, tensors=tensors)
+    return Coordinator(flush, terms(root, world_size, deadline_s), has_locks=True)
+
+
+def test_it_commits_when_every_rank_has_sealed_and_not_before(tmp_path: Path) -> None:
+    commit = coordinator(tmp_path)
+    assert not commit.poll(is_orphan=False)
+    sealed(tmp_path, 2)
+    assert not commit.poll(is_orphan=False)
+    assert commit.awaited == [1]
+    sealed(tmp_path, 1)
+    assert commit.poll(is_orphan=False)
+    with Catalog(tmp_path).open(STEP) as checkpoint:
+        assert checkpoint.ranks == [0, 1, 2]
+        assert [checkpoint.of(rank).seal.rank for rank in checkpoint.ranks] == [0, 1, 2]
+
+
+def test_seals_of_another_attempt_do_not_count(tmp_path: Path) -> None:
+    commit = coordinator(tmp_path, 2)
+    sealed(tmp_path, 1, 2, attempt="ffffffff")
+    assert not commit.poll(is_orphan=False)
+    assert not Catalog(tmp_path).steps()
+
+
+def test_a_manifest_of_another_run_is_never_replaced(tmp_path: Path) -> None:
+    commit = coordinator(tmp_path, 2)
+    member = Member(sealed(tmp_path, 1, 2), terms(tmp_path, 2), has_locks=True)
+    manifest = Catalog(tmp_path).manifest_path(STEP)
+    manifest.write_bytes(b'{"attempt":"ffffffff"}')
+    with pytest.raises(ExistsError):
+        commit.poll(is_orphan=False)
+    with pytest.raises(ExistsError, match="another run"):
+        member.poll(is_orphan=False)
+    assert manifest.read_bytes() == b'{"attempt":"ffffffff"}'
+
+
+def test_a_member_sees_the_manifest(tmp_path: Path) -> None:
+    commit = coordinator(tmp_path, 2)
+    member = Member(sealed(tmp_path, 1, 2), terms(tmp_path, 2), has_locks=True)
+    assert not member.poll(is_orphan=False)
+    assert commit.poll(is_orphan=False)
+    assert member.poll(is_orphan=False)
+
+
+def test_a_rank_that_reports_a_failure_ends_the_wait(tmp_path: Path) -> None:
+    commit = coordinator(tmp_path)
+    report_failure(commit.flush.dir, Failure(STEP, 2, ATTEMPT, "StorageError", "no space left"))
+    with pytest.raises(StorageError, match="rank 2 could not save step 7: no space left"):
+        commit.poll(is_orphan=False)
+
+
+def test_a_member_takes_back_its_files_only_on_the_word_of_rank_0(tmp_path: Path) -> None:
+    late = Member(sealed(tmp_path, 1, 2), terms(tmp_path, 2, deadline_s=-20.0), has_locks=True)
+    late.flush.is_promised = True
+    with pytest.raises(DeadlineError, match="rank 0 did not commit it"):
+        late.poll(is_orphan=False)
+    assert late.flush.is_promised
+    report_failure(late.flush.dir, Failure(STEP, 0, ATTEMPT, "StateError", "they differ"))
+    with pytest.raises(StateError, match="they differ"):
+        late.poll(is_orphan=False)
+    assert not late.flush.is_promised
+
+
+def test_the_deadline_names_the_missing_ranks_and_what_they_did_instead(tmp_path: Path) -> None:
+    commit = coordinator(tmp_path, 4, deadline_s=-1.0)
+    sealed(tmp_path, 1, 4)
+    other = tmp_path / names.step_dir(9) / names.seal(2, ATTEMPT)
+    other.parent.mkdir()
+    other.touch()
+    with pytest.raises(DeadlineError, match=r"ranks 2-3 of 4 did not seal it .* \(rank 2 has sealed step 9"):
+        commit.poll(is_orphan=False)
+
+
+def test_a_keeper_that_is_gone_ends_the_wait_long_before_the_deadline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stillframe.keeper.commit._LOOK_AT_LOCKS_S", 0.0)
+    lock = RootLock(tmp_path, 1, ATTEMPT)
+    lock.acquire()
+    commit = coordinator(tmp_path, 2)
+    assert life_of(tmp_path, 1, ATTEMPT) is Life.ALIVE
+    assert not commit.poll(is_orphan=False)
+    assert not commit.poll(is_orphan=False)
+    os.close(lock._fd)
+    assert life_of(tmp_path, 1, ATTEMPT) is Life.GONE
+    assert not commit.poll(is_orphan=False)  # its seal may have come between the listing and this look
+    with pytest.raises(KeeperError, match="rank 1 ended before sealing"):
+        commit.poll(is_orphan=False)
+
+
+def test_a_seal_that_comes_with_the_end_of_its_keeper_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stillframe.keeper.commit._LOOK_AT_LOCKS_S", 0.0)
+    lock = RootLock(tmp_path, 1, ATTEMPT)
+    lock.acquire()
+    os.close(lock._fd)
+    commit = coordinator(tmp_path, 2)
+    assert not commit.poll(is_orphan=False)
+    sealed(tmp_path, 1, 2)
+    assert commit.poll(is_orphan=False)
+
+
+def test_a_lock_of_another_attempt_says_nothing(tmp_path: Path) -> None:
+    assert life_of(tmp_path, 1, ATTEMPT) is Life.UNKNOWN
+    RootLock(tmp_path, 1, "ffffffff").acquire()
+    assert life_of(tmp_path, 1, ATTEMPT) is Life.UNKNOWN
+
+
+def test_ranks_that_hold_different_tensors_are_told_which(tmp_path: Path) -> None:
+    commit = coordinator(tmp_path, 2, tensors=("a", "b"))
+    sealed(tmp_path, 1, 2, tensors=("a", "c"))
+    with pytest.raises(StateError, match=r"(?s)b: F32\[4\] on rank 0, not on rank 1.*c: F32\[4\] on rank 1"):
+        commit.poll(is_orphan=False)
+    assert not Catalog(tmp_path).steps()
+
+
+def test_a_rank_that_holds_nothing_of_what_it_should_is_told(tmp_path: Path) -> None:
+    commit = coordinator(tmp_path, 2, tensors=("a",))
+    sealed(tmp_path, 1, 2)
+    with pytest.raises(StateError, match=r"a: F32\[4\] on rank 0, not on rank 1"):
+        commit.poll(is_orphan=False)
+
+
+def test_a_rank_of_another_world_is_told(tmp_path: Path) -> None:
+    commit = coordinator(tmp_path, 2)
+    sealed(tmp_path, 1, 3)
+    with pytest.raises(StateError, match="rank 1 saves step 7 as one of 3 ranks, rank 0 as one of 2"):
+        commit.poll(is_orphan=False)

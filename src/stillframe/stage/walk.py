@@ -104,9 +104,15 @@ class Walk:
 
     def _sharded(self, tensor: Any) -> None:
         """A DTensor stands for its local part; what it is a part of belongs to the structure."""
+        local: torch.Tensor = tensor._local_tensor
+        if self._module is None:
+            is_volatile = self._is_volatile
+        else:  # a parameter that is a DTensor says so itself
+            is_volatile = not (getattr(tensor, "_is_param", False) or self._is_parameter(local))
         self.dtensors[len(self.tensors)] = tensor
-        self._tensor(local_of(tensor))
-        self.tokens[-1] = (_SHARDED, tensor.device_mesh, tensor.placements, tensor.shape)
+        self.tokens.append((_SHARDED, tensor.device_mesh, tensor.placements, tensor.shape))
+        self.tensors.append(local)
+        self.is_volatile.append(is_volatile)
 
     def _is_parameter(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor of the module at hand lies within the memory of one of its parameters."""
@@ -151,6 +157,8 @@ class Walk:
                     self.tokens.append(_TENSOR_TOKEN)
                     self.tensors.append(item)
                     self.is_volatile.append(self._module is None and self._is_volatile)
+                elif kind is self._dtensor:
+                    self._sharded(item)
                 else:
                     self._visit(item)
         except _Refusal as refused:

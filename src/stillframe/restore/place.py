@@ -100,11 +100,11 @@ class Placement:
             return
         for found in self._stored.pieces(node):
             reads = list(_reads(found, box))
-            if sum(math.prod(shape) for _, _, _, shape in reads) >= wanted:
+            if sum(math.prod(shape) for _, _, _, shape in reads) == wanted:
                 break
         else:
             assert isinstance(node, ShardedNode)
-            raise FormatError(f"{self._stored.checkpoint.path}: parts of tensor {node.tensor!r} are in no segment")
+            raise FormatError(f"{self._stored.checkpoint.path}: parts of tensor {node.tensor!r} overlap, or are in no segment")
         for piece, in_shard, in_box, shape in reads:
             part = Box((), shape, in_box).of(into)
             first = _flat(in_shard, piece.shape)

@@ -187,7 +187,7 @@ class Resume:
         fate = "it will not be used again" if is_marked else "it is not used by this restore"
         if self._group.rank == 0 and not is_marked:
             fate = "it cannot be marked: the root is not writable"
-        warnings.warn(f"step {step} is damaged and passed over; {fate}: {damage}", RuntimeWarning, stacklevel=5)
+        warnings.warn(f"step {step} is damaged and passed over; {fate}: {damage}", RuntimeWarning, stacklevel=4)
 
     def _nothing(self) -> None:
         self.report = RestoreReport(step=None, skipped=tuple(self._skipped))

@@ -17,7 +17,6 @@ from types import TracebackType
 
 from stillframe.errors import FormatError, IntegrityError, NotFoundError, StorageError
 from stillframe.format import limits, names
-from stillframe.format.digest import digest
 from stillframe.format.records import Manifest, RankEntry, Seal, decode_manifest, decode_seal
 from stillframe.model import check_step
 from stillframe.storage import durable
@@ -187,8 +186,8 @@ class Checkpoint:
             raise self._not_found() from None  # retention is just removing it
         except OSError:
             pass  # no locks here: retention's unlink still leaves open files readable
-        if os.fstat(fd).st_nlink == 0:
-            raise self._not_found()
+        if not _is_same(fd, path):
+            raise self._not_found()  # retention has removed it, or renamed it, before we had the lock
         try:
             data = durable.read_open(fd, limits.MAX_MANIFEST_BYTES)
         except OSError as error:
@@ -205,14 +204,23 @@ class Checkpoint:
         return NotFoundError(f"step {self.step} is not a checkpoint in {self._catalog.root}; {hint}")
 
 
+def _is_same(fd: int, path: Path) -> bool:
+    """Whether the file open there is still the one of that name."""
+    try:
+        now, then = path.lstat(), os.fstat(fd)
+    except OSError:
+        return False
+    return (now.st_ino, now.st_dev) == (then.st_ino, then.st_dev)
+
+
 def _read_seal(path: Path, manifest: Manifest, entry: RankEntry) -> Seal:
     try:
         data = durable.read_small(path, limits.MAX_SEAL_BYTES)
     except OSError as error:
         raise durable.read_error(f"{path} cannot be read", error) from error
-    if digest(data) != entry.seal_digest:
+    seal, known_by = decode_seal(data, file=str(path))
+    if known_by != entry.seal_digest:
         raise IntegrityError(f"{path} is damaged: its checksum is not the one in the manifest")
-    seal = decode_seal(data, file=str(path))
     expected = manifest.step, entry.rank, manifest.attempt, manifest.world_size
     if (seal.step, seal.rank, seal.attempt, seal.world_size) != expected:
         raise FormatError(f"{path} belongs to another checkpoint")

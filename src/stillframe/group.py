@@ -4,6 +4,9 @@ A store (the key-value server that every torch.distributed job has) can be waite
 which ranks are missing; a collective can only hang.  Ranks agree in two places, both on the training thread:
 when a checkpointer is made, and in ``restore``.  ``save`` never talks.
 
+A store may hold what an earlier life of this job has left there: torchrun keeps it when it restarts the workers. So
+ranks first find one another (:meth:`Group._session`), and everything they say after is under a name made up then.
+
 There is one primitive, :meth:`Group.decide`: every rank says something, rank 0 judges, all get the verdict.
 Its cost per rank does not grow with the number of ranks, but for rank 0, which reads what each has said.
 """
@@ -13,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -71,6 +75,7 @@ class Group:
         self._store = store
         self._prefix = f"stillframe/{next(_numbers) if world_size > 1 else 0}"
         self._rounds = itertools.count(1)
+        self._name = ""
         self._sealed: list[int] = []
         self._complete = -1
 
@@ -107,32 +112,91 @@ class Group:
             if own is not None and not isinstance(own, StillframeError):
                 raise own
             return judge([Outcome(0, value, own)])
-        key = f"{self._prefix}/{next(self._rounds)}"
         said = _Said(msgspec.Raw(msgspec.json.encode(value)), _record(own) if own else None)
         try:
+            key = f"{self._session(about)}/{next(self._rounds)}"
             self._store.set(f"{key}/{self.rank}", msgspec.json.encode(said))
             if self.rank == 0:
                 verdict = self._judge(key, about, judge)
                 self._store.set(f"{key}/verdict", msgspec.json.encode(verdict))
             else:
                 verdict = self._verdict(key, about)
+        except StillframeError:
+            raise
         except (RuntimeError, OSError) as error:
-            if isinstance(error, StillframeError):
-                raise
             raise DeadlineError(f"{about}: the store of torch.distributed is gone ({error})") from error
         if verdict.error is not None:
             raise own or errors.from_record(*verdict.error)
         return msgspec.json.decode(verdict.value, type=into)
+
+    def _session(self, about: str) -> str:
+        """A name that only the ranks of this life know.
+
+        Each calls out a number that it has made up; rank 0 answers every call with the name; who has heard it says so
+        under it.  A call from an earlier life is answered, too, and heard by nobody.
+        """
+        if self._name:
+            return self._name
+        if self.rank == 0:
+            name = f"{self._prefix}/{secrets.token_hex(8)}"
+            self._answer(name, about)
+        else:
+            call = secrets.token_hex(8)
+            self._store.set(f"{self._prefix}/call/{self.rank}", call)
+            answer = f"{self._prefix}/answer/{call}"
+            if not self._wait([answer], self.deadline_s + _VERDICT_S):
+                raise self._silence(about)
+            name = self._store.get(answer).decode()
+            self._store.set(f"{name}/here/{self.rank}", b"1")
+            if not self._wait([f"{name}/all"], self.deadline_s + _VERDICT_S):
+                raise self._silence(about)
+            missing = self._store.get(f"{name}/all").decode()
+            if missing:
+                raise DeadlineError(missing)
+        self._name = name
+        return name
+
+    def _answer(self, name: str, about: str) -> None:
+        """Rank 0: answer every call until all have heard; raises, here and there, if some do not come."""
+        end = time.monotonic() + self.deadline_s
+        answered: dict[int, bytes] = {}
+        missing = list(range(1, self.world_size))
+        pause_s = _FIRST_S
+        while True:
+            missing = [rank for rank in missing if not self._store.check([f"{name}/here/{rank}"])]
+            if not missing or time.monotonic() > end:
+                break
+            for rank in missing:
+                if self._store.check([f"{self._prefix}/call/{rank}"]):
+                    call = self._store.get(f"{self._prefix}/call/{rank}")
+                    if answered.get(rank) != call:
+                        answered[rank] = call
+                        self._store.set(f"{self._prefix}/answer/{call.decode()}", name)
+            time.sleep(pause_s)
+            pause_s = min(pause_s * 1.5, _LONGEST_S)
+        error = self._absence(missing, about) if missing else None
+        self._store.set(f"{name}/all", str(error) if error else "")
+        if error:
+            raise error
+
+    def _absence(self, missing: list[int], about: str) -> DeadlineError:
+        return DeadlineError(
+            f"{about}: {format_ranks(missing)} of {self.world_size} did not come within {self.deadline_s:g} s; "
+            "every rank must make the checkpointer, and restore, in the same order"
+        )
+
+    def _silence(self, about: str) -> DeadlineError:
+        return DeadlineError(
+            f"{about}: rank 0 did not answer within {self.deadline_s + _VERDICT_S:g} s; is it still there? "
+            "Every rank must make the checkpointer, and restore, in the same order"
+        )
 
     def _judge(self, key: str, about: str, judge: Callable[[list[Outcome]], Any]) -> _Said:
         keys = [f"{key}/{rank}" for rank in range(self.world_size)]
         try:
             if not self._wait(keys, self.deadline_s):
                 missing = [rank for rank, each in enumerate(keys) if not self._store.check([each])]
-                raise DeadlineError(
-                    f"{about}: {format_ranks(missing)} of {self.world_size} did not come within {self.deadline_s:g} s; "
-                    "every rank must make the checkpointer, and restore, in the same order"
-                )
+                raise self._absence(missing, about)
             outcomes = []
             for rank, data in enumerate(self._store.multi_get(keys)):
                 said = msgspec.json.decode(data, type=_Said)
@@ -144,10 +208,7 @@ class Group:
 
     def _verdict(self, key: str, about: str) -> _Said:
         if not self._wait([f"{key}/verdict"], self.deadline_s + _VERDICT_S):
-            raise DeadlineError(
-                f"{about}: rank 0 did not answer within {self.deadline_s + _VERDICT_S:g} s; is it still there? "
-                "Every rank must make the checkpointer, and restore, in the same order"
-            )
+            raise self._silence(about)
         return msgspec.json.decode(self._store.get(f"{key}/verdict"), type=_Said)
 
     def _wait(self, keys: Sequence[str], timeout_s: float) -> bool:
@@ -166,7 +227,7 @@ class Group:
     def note_sealed(self, step: int) -> None:
         """This rank has sealed a step.  Waits for nobody; a store that is gone is no error: then nobody asks either."""
         with contextlib.suppress(RuntimeError, OSError):
-            self._store.add(f"{self._prefix}/sealed/{step}", 1)
+            self._store.add(f"{self._name}/sealed/{step}", 1)
         self._sealed.append(step)
 
     def complete_step(self) -> int:
@@ -175,7 +236,7 @@ class Group:
             for step in sorted(self._sealed, reverse=True):
                 if step <= self._complete:
                     break
-                if int(self._store.add(f"{self._prefix}/sealed/{step}", 0)) >= self.world_size:
+                if int(self._store.add(f"{self._name}/sealed/{step}", 0)) >= self.world_size:
                     self._complete = step
         self._sealed = [step for step in self._sealed if step > self._complete]
         return self._complete

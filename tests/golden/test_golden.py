@@ -15,7 +15,7 @@ from safetensors import safe_open
 import stillframe
 from stillframe import Catalog, Checkpointer
 from stillframe.format import records
-from stillframe.format.records import Manifest, RankEntry, SealDraft, Segment, Team
+from stillframe.format.records import Manifest, RankEntry, SealBrief, SealDraft, Segment, Team
 from stillframe.format.segment import Shard, Whole, encode_header
 from stillframe.format.tree import (
     ArrayNode,
@@ -122,7 +122,9 @@ TREE = DictNode(
 )
 ZEROS = "0" * 32
 GOLDEN_SEAL = (
-    '{"stillframe":2,"kind":"seal","xxh3_128":"19660344844dd94cdbcc4b7d1ac87b28","body":{'
+    '{"stillframe":2,"kind":"seal","xxh3_128":"19660344844dd94cdbcc4b7d1ac87b28",'
+    '"brief":{"step":7,"rank":0,"world_size":1,"attempt":"0123abcd","segment_bytes":4121,"teams":[{'
+    '"ranks":"00000000000000000000000000000000","size":2,"tensors":"00000000000000000000000000000000"}]},"body":{'
     '"step":7,"rank":0,"world_size":1,"attempt":"0123abcd",'
     '"shards":[{"name":"m/w","dtype":"F32","shape":[2,3],"start":0,"end":24,"device":"cuda",'
     '"whole":{"tensor":"m/w","shape":[4,3],"offset":[2,0]}},'
@@ -172,7 +174,13 @@ def test_a_seal_has_exactly_these_bytes() -> None:
         teams=[Team(ZEROS, 2, ZEROS)],
     )
     segment = Segment("rank-00000-0123abcd.safetensors", 4121, 4096, ZEROS, 16777216, [ZEROS])
-    assert records.encode_seal(draft, segment).decode() == GOLDEN_SEAL
+    data, known_by = records.encode_seal(draft, segment)
+    assert data.decode() == GOLDEN_SEAL
+    assert f'"xxh3_128":"{known_by}"' in GOLDEN_SEAL
+    assert records.decode_seal_head(data[:400], file="f") == (
+        SealBrief(7, 0, 1, "0123abcd", 4121, draft.teams),
+        known_by,
+    )
 
 
 def test_a_manifest_has_exactly_these_bytes() -> None:

@@ -91,10 +91,19 @@ def test_a_member_sees_the_manifest(tmp_path: Path) -> None:
     assert member.poll(is_orphan=False)
 
 
+def test_a_member_that_looks_late_sees_that_there_was_a_manifest(tmp_path: Path) -> None:
+    commit = coordinator(tmp_path, 2)
+    member = Member(sealed(tmp_path, 1, 2), terms(tmp_path, 2), has_locks=True)
+    assert commit.poll(is_orphan=False)
+    manifest = Catalog(tmp_path).manifest_path(STEP)
+    manifest.rename(manifest.with_name(names.pruned_manifest()))
+    assert member.poll(is_orphan=False)
+
+
 def test_a_rank_that_reports_a_failure_ends_the_wait(tmp_path: Path) -> None:
     commit = coordinator(tmp_path)
     report_failure(commit.flush.dir, Failure(STEP, 2, ATTEMPT, "StorageError", "no space left"))
-    with pytest.raises(StorageError, match="rank 2 could not save step 7: no space left"):
+    with pytest.raises(StorageError, match="step 7 is not committed: rank 2 could not save it: no space left"):
         commit.poll(is_orphan=False)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -49,7 +50,7 @@ def root(tmp_path: Path) -> Path:
 
 def pruner(root: Path, rank: int, keep: Keep | None = None, unshared: bool = False) -> Pruner:
     catalog = Catalog(root, rank if unshared else None)
-    return Pruner(catalog, keep or KeepLast(1), rank, ATTEMPT)
+    return Pruner(catalog, keep or KeepLast(1), rank, ATTEMPT, is_alone=False)
 
 
 def test_rank_0_takes_the_manifest_and_its_own_files_the_others_theirs(root: Path) -> None:
@@ -59,22 +60,24 @@ def test_rank_0_takes_the_manifest_and_its_own_files_the_others_theirs(root: Pat
         member.committed(step, None)
     assert files(root, 1) > rank_files(1)  # its manifest is still there
     first.committed(2, None)
-    assert files(root, 1) == rank_files(1)
+    assert files(root, 1) == rank_files(1) | {names.pruned_manifest()}
+    assert not Catalog(root).is_committed(1)
     assert member.has_work
-    member.remove_own()
-    assert files(root, 1) == set()
+    member.tidy()
+    assert files(root, 1) == {names.pruned_manifest()}
+    first.committed(2, None)
     assert not Catalog(root).dir(1).exists()
     assert files(root, 2) == rank_files(0) | rank_files(1) | {names.MANIFEST}
 
 
-def test_what_a_rank_has_left_behind_rank_0_removes_the_next_time(root: Path) -> None:
+def test_what_a_rank_has_left_behind_rank_0_removes_in_the_end(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = pruner(root, 0)
     first._own.add(1)
+    for _ in range(3):
+        first.committed(2, None)
+        assert files(root, 1) == rank_files(1) | {names.pruned_manifest()}
+    monkeypatch.setattr("stillframe.keeper.prune._OVERDUE_S", -1.0)
     first.committed(2, None)
-    assert files(root, 1) == rank_files(1)
-    write(root, 3, 0, 1)
-    commit(root, 3)
-    first.committed(3, None)
     assert files(root, 1) == set()
 
 
@@ -124,17 +127,22 @@ def test_a_sweep_leaves_the_files_of_keepers_that_live(tmp_path: Path) -> None:
     living, dead = RootLock(tmp_path, 1, OTHER), RootLock(tmp_path, 2, ATTEMPT)
     living.acquire()
     dead.acquire()
-    sweep(Catalog(tmp_path), ATTEMPT, is_alone=False)
+    assert sweep(Catalog(tmp_path), ATTEMPT, "partial")  # there are such
     assert files(tmp_path, 5) == rank_files(1, OTHER) | rank_files(1)
+    os.close(living._fd)
+    assert not sweep(Catalog(tmp_path), ATTEMPT, "nothing")
+    assert files(tmp_path, 5) == rank_files(1)
 
 
 def test_a_sweep_of_the_same_attempt_leaves_what_may_be_counted_on(tmp_path: Path) -> None:
     write(tmp_path, 5, 0)
     partial = Catalog(tmp_path).dir(5) / (names.segment(0, ATTEMPT) + names.PARTIAL)
     partial.touch()
-    sweep(Catalog(tmp_path), ATTEMPT, is_alone=False)
+    sweep(Catalog(tmp_path), ATTEMPT, "nothing")
+    assert files(tmp_path, 5) == rank_files(0) | {partial.name}
+    sweep(Catalog(tmp_path), ATTEMPT, "partial")
     assert files(tmp_path, 5) == rank_files(0)
-    sweep(Catalog(tmp_path), ATTEMPT, is_alone=True)
+    sweep(Catalog(tmp_path), ATTEMPT, "all")
     assert files(tmp_path, 5) == set()
 
 
@@ -142,5 +150,5 @@ def test_a_sweep_leaves_checkpoints_of_ranks_that_did_not_share_the_root(tmp_pat
     write(tmp_path, 5, 0, 1, attempt=OTHER)
     commit(tmp_path, 5, OTHER, rank=1)
     before = files(tmp_path, 5)
-    sweep(Catalog(tmp_path), ATTEMPT, is_alone=False)
+    sweep(Catalog(tmp_path), ATTEMPT, "partial")
     assert files(tmp_path, 5) == before

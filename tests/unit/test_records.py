@@ -67,7 +67,7 @@ def make_draft(**changes: Any) -> SealDraft:
 
 
 def seal_bytes(segment: dict[str, Any] | None = None, **draft: Any) -> bytes:
-    return records.encode_seal(make_draft(**draft), make_segment(**(segment or {})))
+    return records.encode_seal(make_draft(**draft), make_segment(**(segment or {})))[0]
 
 
 def make_manifest(**changes: Any) -> Manifest:
@@ -100,7 +100,9 @@ def envelope(data: bytes) -> dict[str, Any]:
 
 
 def test_a_seal_is_read_back() -> None:
-    assert records.decode_seal(seal_bytes(), file="f") == Seal(7, 0, 1, ATTEMPT, make_segment(), SHARDS, TREE, VALUES)
+    assert records.decode_seal(seal_bytes(), file="f")[0] == Seal(
+        7, 0, 1, ATTEMPT, make_segment(), SHARDS, TREE, VALUES
+    )
 
 
 def test_a_manifest_is_read_back() -> None:
@@ -120,8 +122,32 @@ def test_the_envelope_says_version_kind_and_checksum_of_the_body() -> None:
         "stillframe": limits.VERSION,
         "kind": "seal",
         "xxh3_128": digest(body),
+        "brief": {
+            "step": 7,
+            "rank": 0,
+            "world_size": 1,
+            "attempt": ATTEMPT,
+            "segment_bytes": make_segment().bytes,
+            "teams": [],
+        },
         "body": json.loads(body),
     }
+
+
+def test_the_head_of_a_seal_tells_what_a_commit_needs() -> None:
+    data = seal_bytes()
+    brief, known_by = records.decode_seal_head(data[:300], file="f")
+    assert (brief.step, brief.rank, brief.segment_bytes) == (7, 0, make_segment().bytes)
+    assert known_by == records.decode_seal(data, file="f")[1]
+    with pytest.raises(FormatError, match="f cannot be read"):
+        records.decode_seal_head(data[:100], file="f")
+    with pytest.raises(FormatError, match="no seal of this version"):
+        records.decode_seal_head(data.replace(b'"stillframe":2', b'"stillframe":1'), file="f")
+
+
+def test_a_brief_that_differs_from_its_body_is_refused() -> None:
+    with pytest.raises(FormatError, match="brief and body differ"):
+        records.decode_seal(seal_bytes().replace(b'"step":7', b'"step":8', 1), file="f")
 
 
 def test_a_record_of_the_other_kind_is_refused() -> None:
@@ -247,7 +273,7 @@ def nested(depth: int) -> records.SealDraft:
 
 def test_nesting_is_read_up_to_the_limit_and_no_deeper() -> None:
     segment = make_segment()
-    too_deep = records.encode_seal(nested(limits.MAX_DEPTH + 10), segment)
+    too_deep, _ = records.encode_seal(nested(limits.MAX_DEPTH + 10), segment)
     with pytest.raises(FormatError, match="deeper"):
         records.decode_seal(too_deep, file="f")
-    records.decode_seal(records.encode_seal(nested(limits.MAX_DEPTH), segment), file="f")
+    records.decode_seal(records.encode_seal(nested(limits.MAX_DEPTH), segment)[0], file="f")

@@ -14,7 +14,7 @@ PARTIAL = ".partial"
 
 _STEP = re.compile(r"step-(\d{12})", re.ASCII)
 _RANK_FILE = re.compile(r"rank-(\d{5})-([0-9a-f]{8})\.(safetensors|seal\.json|failure\.json)(\.partial)?", re.ASCII)
-_MANIFEST = re.compile(r"manifest(?:-(\d{5}))?(\.damaged)?\.json(\.[0-9a-f]{8}\.partial)?", re.ASCII)
+_MANIFEST = re.compile(r"manifest(?:-(\d{5}))?(\.damaged|\.pruned)?\.json(\.[0-9a-f]{8}\.partial)?", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +51,11 @@ def manifest(rank: int | None = None) -> str:
     return MANIFEST if rank is None else f"manifest-{rank:05d}.json"
 
 
+def pruned_manifest() -> str:
+    """What the manifest is called once retention has let it go, until every rank has seen that it was there."""
+    return MANIFEST.replace(".json", ".pruned.json")
+
+
 def damaged_manifest(rank: int | None = None) -> str:
     return manifest(rank).replace(".json", ".damaged.json")
 
@@ -71,10 +76,10 @@ def parse_rank_file(name: str) -> RankFile | None:
 @dataclass(frozen=True, slots=True)
 class ManifestFile:
     rank: int | None
-    is_damaged: bool
+    is_pruned: bool
     is_partial: bool
 
 
 def parse_manifest(name: str) -> ManifestFile | None:
     found = _MANIFEST.fullmatch(name)
-    return ManifestFile(int(found[1]) if found[1] else None, bool(found[2]), bool(found[3])) if found else None
+    return ManifestFile(int(found[1]) if found[1] else None, found[2] == ".pruned", bool(found[3])) if found else None

@@ -5,7 +5,8 @@ Both are one JSON object in one envelope::
     {"stillframe": 1, "kind": "seal", "xxh3_128": "<digest of the body's bytes>", "body": {...}}
 
 so every byte of the body is covered by a checksum, and a reader knows the version before it
-looks any further.
+looks any further.  A seal has its ``brief`` before the body: what a commit needs to know of it, so that whoever
+commits thousands of ranks reads the first bytes of each.
 """
 
 from __future__ import annotations
@@ -33,6 +34,10 @@ _MAX_BYTES: dict[Kind, int] = {
 }
 
 
+HEAD_BYTES = 64 * 1024
+"""A seal's brief lies within these; it names a few teams."""
+
+
 class _Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     pass
 
@@ -44,8 +49,28 @@ class _Envelope(_Record, frozen=True):
     body: msgspec.Raw
 
 
-class _Version(msgspec.Struct, frozen=True):
+class _SealHead(_Record, frozen=True):
+    """A seal's envelope without its body."""
+
     stillframe: int
+    kind: str
+    xxh3_128: str
+    brief: SealBrief
+
+
+class _SealEnvelope(_Record, frozen=True):
+    stillframe: int
+    kind: str
+    xxh3_128: str
+    brief: SealBrief
+    body: msgspec.Raw
+
+
+class _Peek(msgspec.Struct, frozen=True):
+    """What is looked at before anything else, whatever else there is."""
+
+    stillframe: int
+    kind: str = ""
 
 
 class Segment(_Record, frozen=True):
@@ -74,6 +99,17 @@ class Team(_Record, frozen=True):
     ranks: str
     size: int
     tensors: str
+
+
+class SealBrief(_Record, frozen=True):
+    """What a commit needs to know of a seal."""
+
+    step: int
+    rank: int
+    world_size: int
+    attempt: str
+    segment_bytes: int
+    teams: list[Team]
 
 
 class SealDraft(_Record, frozen=True):
@@ -109,7 +145,7 @@ class RankEntry(_Record, frozen=True):
     segment_bytes: int
     seal: str
     seal_digest: str
-    """Digest of the seal's whole file."""
+    """Of the seal's body, as it stands in its envelope; in version 1, of its whole file."""
 
 
 class Manifest(_Record, frozen=True):
@@ -140,24 +176,13 @@ class Failure(_Record, frozen=True):
     message: str
 
 
-class _SegmentBrief(msgspec.Struct, frozen=True):
-    bytes: int
-
-
-class SealBrief(msgspec.Struct, frozen=True):
-    """What a commit needs to know of a seal."""
-
-    step: int
-    rank: int
-    world_size: int
-    attempt: str
-    segment: _SegmentBrief
-    teams: list[Team] = []
-
-
-def encode_seal(draft: SealDraft, segment: Segment) -> bytes:
+def encode_seal(draft: SealDraft, segment: Segment) -> tuple[bytes, str]:
+    """The file, and the digest by which a manifest knows it."""
     fields = {name: getattr(draft, name) for name in draft.__struct_fields__}
-    return _seal_up("seal", msgspec.json.encode({**fields, "segment": segment}))
+    body = msgspec.json.encode({**fields, "segment": segment})
+    brief = SealBrief(draft.step, draft.rank, draft.world_size, draft.attempt, segment.bytes, draft.teams)
+    known_by = digest(body)
+    return _limited("seal", _SealEnvelope(limits.VERSION, "seal", known_by, brief, msgspec.Raw(body))), known_by
 
 
 def check_draft(draft: SealDraft) -> None:
@@ -178,25 +203,36 @@ def encode_failure(failure: Failure) -> bytes:
 
 
 def _seal_up(kind: Kind, body: bytes) -> bytes:
-    data = msgspec.json.encode(_Envelope(limits.VERSION, kind, digest(body), msgspec.Raw(body))) + b"\n"
+    return _limited(kind, _Envelope(limits.VERSION, kind, digest(body), msgspec.Raw(body)))
+
+
+def _limited(kind: Kind, envelope: _Envelope | _SealEnvelope) -> bytes:
+    data = msgspec.json.encode(envelope) + b"\n"
     if len(data) > _MAX_BYTES[kind]:
         raise UnsupportedStateError(_TOO_LARGE.format(what=kind, size=len(data), limit=_MAX_BYTES[kind]))
     return data
 
 
-def decode_seal(data: bytes, *, file: str) -> Seal:
-    """Raises :class:`FormatError` or :class:`VersionError`, naming ``file``."""
-    seal = _open("seal", data, Seal, file)
+def decode_seal(data: bytes, *, file: str) -> tuple[Seal, str]:
+    """The seal, and the digest by which a manifest knows it.
+
+    Raises: :class:`FormatError` or :class:`VersionError`, naming ``file``.
+    """
+    seal, envelope = _open("seal", data, Seal, file)
     try:
         _check_seal(seal)
+        if isinstance(envelope, _SealEnvelope):
+            brief = SealBrief(seal.step, seal.rank, seal.world_size, seal.attempt, seal.segment.bytes, seal.teams)
+            if envelope.brief != brief:
+                raise FormatError("brief and body differ")
     except FormatError as error:
         raise FormatError(f"{file}: {error}") from None
-    return seal
+    return seal, envelope.xxh3_128 if envelope.stillframe > 1 else digest(data)
 
 
 def decode_manifest(data: bytes, *, file: str) -> Manifest:
     """Raises :class:`FormatError` or :class:`VersionError`, naming ``file``."""
-    manifest = _open("manifest", data, Manifest, file)
+    manifest, _ = _open("manifest", data, Manifest, file)
     try:
         _check_manifest(manifest)
     except FormatError as error:
@@ -204,37 +240,56 @@ def decode_manifest(data: bytes, *, file: str) -> Manifest:
     return manifest
 
 
-def decode_seal_brief(data: bytes, *, file: str) -> SealBrief:
-    """The same without looking at tree, shards and values; the checksum covers them."""
-    return _open("seal", data, SealBrief, file)
+def decode_seal_head(data: bytes, *, file: str) -> tuple[SealBrief, str]:
+    """The brief, and the digest by which a manifest knows the seal, from its first ``HEAD_BYTES``."""
+    try:
+        head = msgspec.json.decode(data.partition(b',"body":')[0] + b"}", type=_SealHead)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise FormatError(f"{file} cannot be read: {error}") from None
+    if (head.stillframe, head.kind) != (limits.VERSION, "seal") or not is_digest(head.xxh3_128):
+        raise FormatError(f"{file} is no seal of this version")
+    return head.brief, head.xxh3_128
 
 
 def decode_failure(data: bytes, *, file: str) -> Failure:
     """Raises :class:`FormatError` or :class:`VersionError`, naming ``file``."""
-    return _open("failure", data, Failure, file)
+    failure, _ = _open("failure", data, Failure, file)
+    return failure
 
 
 _T = TypeVar("_T")
 
 
-def _open(kind: Kind, data: bytes, into: type[_T], file: str) -> _T:
+def _peek(data: bytes, file: str) -> _Peek:
+    try:
+        peek = msgspec.json.decode(data, type=_Peek)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise FormatError(f"{file} cannot be read: {error}") from None
+    if peek.stillframe < 1:
+        raise FormatError(f"{file} has format version {peek.stillframe}, which there never was")
+    if peek.stillframe > limits.VERSION:
+        raise VersionError(
+            f"{file} has format version {peek.stillframe}; this stillframe reads up to {limits.VERSION}: upgrade it"
+        )
+    return peek
+
+
+def _open(kind: Kind, data: bytes, into: type[_T], file: str) -> tuple[_T, _Envelope | _SealEnvelope]:
     if len(data) > _MAX_BYTES[kind]:
         raise FormatError(f"{file}: {len(data)} bytes are more than the format allows")
+    peek = _peek(data, file)
+    if peek.kind != kind:
+        raise FormatError(f"{file} is a {peek.kind!r}, not a {kind}")
     try:
-        version = msgspec.json.decode(data, type=_Version).stillframe
-        if version < 1:
-            raise FormatError(f"{file} has format version {version}, which there never was")
-        if version > limits.VERSION:
-            raise VersionError(
-                f"{file} has format version {version}; this stillframe reads up to {limits.VERSION}: upgrade stillframe"
-            )
-        envelope = msgspec.json.decode(data, type=_Envelope)
-        if envelope.kind != kind:
-            raise FormatError(f"{file} is a {envelope.kind!r}, not a {kind}")
+        envelope: _Envelope | _SealEnvelope
+        if kind == "seal" and peek.stillframe > 1:
+            envelope = msgspec.json.decode(data, type=_SealEnvelope)
+        else:
+            envelope = msgspec.json.decode(data, type=_Envelope)
         is_whole = digest(bytes(envelope.body)) == envelope.xxh3_128 and msgspec.json.encode(envelope) + b"\n" == data
         if not is_whole:
             raise FormatError(f"{file} is damaged: its checksum does not match")
-        return msgspec.json.decode(envelope.body, type=into)
+        return msgspec.json.decode(envelope.body, type=into), envelope
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise FormatError(f"{file} cannot be read: {error}") from None
 

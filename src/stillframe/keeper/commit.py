@@ -22,16 +22,16 @@ from pathlib import Path
 from typing import Protocol
 
 from stillframe import errors
+from stillframe.catalog import Catalog
 from stillframe.errors import DeadlineError, ExistsError, FormatError, KeeperError, StateError
 from stillframe.format import limits, names
-from stillframe.format.digest import digest
 from stillframe.format.records import (
+    HEAD_BYTES,
     RankEntry,
-    SealBrief,
     Team,
     decode_failure,
     decode_seal,
-    decode_seal_brief,
+    decode_seal_head,
 )
 from stillframe.format.tree import DictNode, LeafNode, ListNode, Node, ObjectNode, ShardedNode, TupleNode
 from stillframe.keeper.flush import Flush
@@ -133,9 +133,7 @@ class Coordinator:
             return True
         gone = self._watch.gone(missing, is_orphan)
         if self._seen_gone.intersection(gone):  # twice: its seal may have come between the listing and the look
-            raise KeeperError(
-                f"step {self.flush.begin.step} is not committed: {format_ranks(gone)} ended before sealing it"
-            )
+            raise KeeperError(f"{_not_committed(self.flush.begin.step)}: {format_ranks(gone)} ended before sealing it")
         self._seen_gone.update(gone)
         if self._watch.waited_s > self._terms.deadline_s:
             raise DeadlineError(self._lateness(missing))
@@ -152,8 +150,7 @@ class Coordinator:
                 self._take(file.rank, self.flush.dir / name)
 
     def _take(self, rank: int, path: Path) -> None:
-        data = durable.read_small(path, limits.MAX_SEAL_BYTES)
-        seal: SealBrief = decode_seal_brief(data, file=str(path))
+        seal, known_by = decode_seal_head(durable.read_head(path, HEAD_BYTES), file=str(path))
         if (seal.step, seal.rank, seal.attempt) != (self.flush.begin.step, rank, self._terms.attempt):
             raise FormatError(f"{path} is the seal of step {seal.step}, rank {seal.rank}")
         if seal.world_size != self._terms.world_size:
@@ -164,7 +161,7 @@ class Coordinator:
         if rank >= self._terms.world_size:
             raise StateError(f"step {seal.step} has a seal of rank {rank}, but the world has {seal.world_size} ranks")
         self._entries[rank] = RankEntry(
-            rank, names.segment(rank, seal.attempt), seal.segment.bytes, path.name, digest(data)
+            rank, names.segment(rank, seal.attempt), seal.segment_bytes, path.name, known_by
         )
         self._teams[rank] = seal.teams
 
@@ -197,18 +194,18 @@ class Coordinator:
         ]
         listed = "\n  ".join(lines[:20]) or "they are laid out differently over the ranks"
         return (
-            f"step {self.flush.begin.step} is not committed: {format_ranks([rank])} and {format_ranks(odd)} save "
+            f"{_not_committed(self.flush.begin.step)}: {format_ranks([rank])} and {format_ranks(odd)} save "
             f"different tensors where they should hold parts of the same:\n  {listed}"
         )
 
     def _tensors(self, rank: int) -> dict[str, str]:
         path = self.flush.dir / names.seal(rank, self._terms.attempt)
-        seal = decode_seal(durable.read_small(path, limits.MAX_SEAL_BYTES), file=str(path))
+        seal, _ = decode_seal(durable.read_small(path, limits.MAX_SEAL_BYTES), file=str(path))
         return {node.tensor: f"{node.dtype}{list(node.shape)}" for node in _sharded(seal.tree)}
 
     def _lateness(self, missing: list[int]) -> str:
         text = (
-            f"step {self.flush.begin.step} is not committed: {format_ranks(missing)} of {self._terms.world_size} did "
+            f"{_not_committed(self.flush.begin.step)}: {format_ranks(missing)} of {self._terms.world_size} did "
             f"not seal it within {self._terms.deadline_s:g} s"
         )
         elsewhere = self._newest_step_of(missing[0])
@@ -217,13 +214,14 @@ class Coordinator:
         return text
 
     def _newest_step_of(self, rank: int) -> int | None:
-        """The newest other step that a missing rank has sealed, for a message."""
+        """The newest other step, not committed either, that a missing rank has sealed; for a message."""
         seal = names.seal(rank, self._terms.attempt)
         steps = [names.parse_step_dir(name) for name in os.listdir(self._terms.root)]
         sealed = [
             step for step in steps if step is not None and (self._terms.root / names.step_dir(step) / seal).exists()
         ]
-        return max((step for step in sealed if step != self.flush.begin.step), default=None)
+        catalog = Catalog(self._terms.root)
+        return max((step for step in sealed if not catalog.is_committed(step)), default=None)
 
 
 class Member:
@@ -236,6 +234,7 @@ class Member:
         self._terms = terms
         self._watch = _Watch(terms, has_locks)
         self._manifest = flush.dir / names.MANIFEST
+        self._pruned = flush.dir / names.pruned_manifest()
         self._failure = flush.dir / names.failure(COORDINATOR, terms.attempt)
 
     @property
@@ -244,16 +243,18 @@ class Member:
 
     def poll(self, is_orphan: bool) -> bool:
         step = self.flush.begin.step
-        if self._manifest.exists():
+        manifest = next((each for each in (self._manifest, self._pruned) if each.exists()), None)
+        if manifest is not None:
             # The attempt stands in its first bytes; there may be megabytes of ranks behind.
-            if f'"attempt":"{self._terms.attempt}"'.encode() not in durable.read_head(self._manifest, _HEAD_BYTES):
+            if f'"attempt":"{self._terms.attempt}"'.encode() not in durable.read_head(manifest, _HEAD_BYTES):
                 raise ExistsError(f"step {step} was committed by another run in {self._terms.root}")
             return True
         if self._failure.exists():
             self.flush.is_promised = False
             raise _failure(self._failure)
-        if self._watch.gone([COORDINATOR], is_orphan) and not self._manifest.exists():
-            raise KeeperError(f"step {step} is not committed: the keeper of rank 0 ended before committing it")
+        is_gone = self._watch.gone([COORDINATOR], is_orphan)
+        if is_gone and not self._manifest.exists() and not self._pruned.exists():
+            raise KeeperError(f"{_not_committed(step)}: the keeper of rank 0 ended before committing it")
         if self._watch.waited_s > self._terms.deadline_s + _MEMBERS_WAIT_LONGER_S:
             raise DeadlineError(
                 f"step {step} is sealed here, but rank 0 did not commit it within {self._terms.deadline_s:g} s; "
@@ -264,11 +265,14 @@ class Member:
 
 def _failure(path: Path) -> Exception:
     failure = decode_failure(durable.read_small(path, limits.MAX_FAILURE_BYTES), file=str(path))
-    if failure.rank == COORDINATOR:
-        return errors.from_record(failure.error, failure.message)
-    return errors.from_record(
-        failure.error, f"rank {failure.rank} could not save step {failure.step}: {failure.message}"
-    )
+    message = failure.message
+    if not message.startswith(_not_committed(failure.step)):
+        message = f"{_not_committed(failure.step)}: rank {failure.rank} could not save it: {message}"
+    return errors.from_record(failure.error, message)
+
+
+def _not_committed(step: int) -> str:
+    return f"step {step} is not committed"
 
 
 def _sharded(tree: Node) -> Iterable[ShardedNode]:

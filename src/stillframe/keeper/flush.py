@@ -167,12 +167,12 @@ class Flush:
                 chunk_bytes=CHUNK_BYTES,
                 chunks=chunks,
             )
-            data = encode_seal(self.draft, segment)
+            data, known_by = encode_seal(self.draft, segment)
             path = self._seal_path
             partial = path.with_name(path.name + names.PARTIAL)
             durable.write_partial(partial, data)
             durable.publish(partial, path)
-        self._entry = RankEntry(self.draft.rank, segment.file, segment.bytes, path.name, digest(data))
+        self._entry = RankEntry(self.draft.rank, segment.file, segment.bytes, path.name, known_by)
 
     def commit(self, ranks: list[RankEntry]) -> None:
         """Publish the manifest: from here on the checkpoint exists.  Blocks; raises."""

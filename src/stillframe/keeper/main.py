@@ -59,7 +59,9 @@ class Keeper:
         self._flushes: dict[int, Flush] = {}
         self._previous: Fingerprint | None = None
         self._complete_step = -1
-        self._pruner = Pruner(self._catalog, keep, rank, terms.attempt)
+        self._met_others = False
+        """Keepers of another attempt were still at work when we swept."""
+        self._pruner = Pruner(self._catalog, keep, rank, terms.attempt, self._is_alone)
         self._tidying = threading.Lock()
         self._failure = ""
         self._writers = ThreadPoolExecutor(_WRITERS, "stillframe-flush")
@@ -101,7 +103,7 @@ class Keeper:
                 durable.make_dirs(self._catalog.root)
                 self._lock.acquire()
                 if self._lock.is_held and (self._rank == 0 or self._catalog.rank is not None):
-                    sweep(self._catalog, self._terms.attempt, self._is_alone)
+                    self._met_others = sweep(self._catalog, self._terms.attempt, "all" if self._is_alone else "partial")
 
     # --- listening -------------------------------------------------------------------------
 
@@ -162,10 +164,11 @@ class Keeper:
     def _begin(self, message: messages.Begin, fd: int) -> None:
         with open(fd, "rb") as file:
             header, draft = read_draft(os.pread(file.fileno(), message.header_bytes + message.draft_bytes, 0), message)
-        flush = Flush(message, header, draft, self._catalog, self._tidying)
+        # Only a step that is saved again may be just being pruned; else nothing waits for a removal: it may take long.
+        is_again = self._is_alone and self._catalog.dir(message.step).exists()
+        flush = Flush(message, header, draft, self._catalog, self._tidying if is_again else threading.Lock())
         self._complete_step = max(self._complete_step, message.complete_step)
-        with self._tidying:
-            self._pruner.begun(message.step)
+        self._pruner.begun(message.step)
         flush.attempt(self._lock_root)
         self._flushes[message.save] = flush
         flush.pending.append(self._writers.submit(flush.attempt, flush.open))
@@ -228,7 +231,7 @@ class Keeper:
         """What the policy has let go meanwhile; tells whether there may be more."""
         if self._pruner.has_work:
             with contextlib.suppress(OSError, StillframeError), self._tidying:
-                self._pruner.remove_own()
+                self._pruner.tidy()
         return self._pruner.has_work
 
     def _prune(self, step: int) -> None:
@@ -236,6 +239,8 @@ class Keeper:
         try:
             with self._tidying:
                 self._pruner.committed(step, complete_step)
+                if self._met_others:
+                    self._met_others = sweep(self._catalog, self._terms.attempt, "nothing")
         except (OSError, StillframeError) as error:
             self._tell(messages.Notice(f"old checkpoints could not be removed: {error}"))
 
@@ -258,7 +263,7 @@ class Keeper:
 
     def _report(self, step: int, kind: str, message: str) -> None:
         """Let the other ranks know that this one will not seal the step."""
-        if not self._is_alone:
+        if not self._is_alone and not self._catalog.is_committed(step):
             failure = Failure(step, self._rank, self._terms.attempt, kind, message[:10_000])
             report_failure(self._catalog.dir(step), failure)
 

@@ -4,8 +4,8 @@ Order: the manifest goes first, durably, so a half-deleted checkpoint is no chec
 whatever the policy.  One that somebody is reading (it holds a shared lock) stays until the next time.  Only
 files whose names are stillframe's are ever removed.
 
-Of several ranks, rank 0 decides and removes the manifest; each removes its own files, so that the work of one
-does not grow with their number.  What a rank left behind, rank 0 removes when it prunes the next time.
+Of several ranks, rank 0 decides and renames the manifest, so that a rank that looks late still sees that there was
+one; each removes its own files, so that the work of one does not grow with their number; then rank 0 removes the rest.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Literal
 
 from stillframe.catalog import Catalog
 from stillframe.errors import StillframeError
@@ -25,22 +27,36 @@ from stillframe.keeper.lock import Life, life_of
 from stillframe.retention import Keep
 from stillframe.storage import durable
 
+_OVERDUE_S = 600.0
+"""After so long, rank 0 removes what another rank should have removed."""
+
 
 class Pruner:
     """Applies the policy after each commit.  Thread: one at a time, under the keeper's tidying lock."""
 
-    def __init__(self, catalog: Catalog, keep: Keep, rank: int, attempt: str) -> None:
+    def __init__(self, catalog: Catalog, keep: Keep, rank: int, attempt: str, is_alone: bool) -> None:
+        self._is_alone = is_alone
         self._catalog = catalog
         self._keep = keep
         self._rank = rank
         self._attempt = attempt
         self._own: set[int] = set()
-        self._left: set[int] = set()
+        self._left: dict[int, float] = {}
+        """Steps whose manifest is renamed, and when; other ranks' files may be there still."""
 
     @property
     def has_work(self) -> bool:
-        """A member's files may outlive their manifest for a moment."""
-        return bool(self._own) and self._keep != Keep() and not self._decides
+        """Something is to go that has to wait for another rank."""
+        if self._decides:
+            return bool(self._left)
+        return self._keep != Keep() and bool(self._own - self._keep.keeps(self._own))
+
+    def tidy(self) -> None:
+        """Remove what has waited for other ranks; raises ``OSError``."""
+        if self._decides:
+            self._remove_left()
+        else:
+            self._remove_own()
 
     @property
     def _decides(self) -> bool:
@@ -49,7 +65,7 @@ class Pruner:
     def begun(self, step: int) -> None:
         """It is being saved, perhaps again: its files are not leftovers."""
         self._own.discard(step)
-        self._left.discard(step)
+        self._left.pop(step, None)
 
     def committed(self, step: int, complete_step: int | None) -> None:
         """Raises ``OSError``; what was not deleted is tried again next time.
@@ -61,21 +77,27 @@ class Pruner:
             if self._decides:
                 self._prune(complete_step)
             else:
-                self.remove_own()
+                self._remove_own()
 
-    def remove_own(self) -> None:
+    def _remove_own(self) -> None:
         """This rank's files of steps that the policy lets go and whose manifest rank 0 has removed."""
         for step in sorted(self._own - self._keep.keeps(self._own)):
             if _is_gone(self._catalog.manifest_path(step)):
                 self._own.discard(step)
                 if _is_gone(self._catalog.damaged_path(step)):
-                    _remove_files(self._catalog.dir(step), self._is_own)
+                    self._remove_own_files(step)
+
+    def _remove_left(self) -> None:
+        """What is left of checkpoints when every rank has removed its files, or should have long ago."""
+        for step, since_s in list(self._left.items()):
+            path = self._catalog.dir(step)
+            is_overdue = time.monotonic() - since_s > _OVERDUE_S
+            if is_overdue or not path.exists() or not any(map(names.parse_rank_file, os.listdir(path))):
+                del self._left[step]
+                _remove_files(path, self._is_removable)
 
     def _prune(self, complete_step: int | None) -> None:
-        left, self._left = self._left, set()
-        for step in left:
-            if not self._catalog.is_committed(step):
-                _remove_files(self._catalog.dir(step), self._is_removable)
+        self._remove_left()
         committed = self._catalog.steps()
         settled = [step for step in committed if complete_step is None or step <= complete_step]
         kept = self._keep.keeps(settled)
@@ -86,9 +108,12 @@ class Pruner:
             if committed and step < committed[-1]:
                 _remove_files(self._catalog.dir(step), self._is_removable)
 
-    def _is_own(self, name: str) -> bool:
-        file = names.parse_rank_file(name)
-        return file is not None and file.rank == self._rank
+    def _remove_own_files(self, step: int) -> None:
+        """By name: a list of the directory would grow with the number of ranks."""
+        path = self._catalog.dir(step)
+        for name in (names.segment(self._rank, self._attempt), names.seal(self._rank, self._attempt)):
+            durable.remove(path / name)
+        durable.remove_dir(path)
 
     def _is_removable(self, name: str) -> bool:
         """What goes with a checkpoint: everything of it, or in a root that is not shared what is this rank's."""
@@ -103,12 +128,16 @@ class Pruner:
         with _exclusive(self._catalog.manifest_path(step)) as is_free:
             if not is_free:
                 return
-            durable.remove(self._catalog.manifest_path(step))
-            durable.sync_dir(path)
-        if step in self._own and self._catalog.rank is None:
-            self._own.discard(step)
-            self._left.add(step)
-            _remove_files(path, self._is_own)
+            is_ours = step in self._own and self._catalog.rank is None and not self._is_alone
+            if is_ours:
+                durable.publish(self._catalog.manifest_path(step), path / names.pruned_manifest())
+            else:
+                durable.remove(self._catalog.manifest_path(step))
+                durable.sync_dir(path)
+        self._own.discard(step)
+        if is_ours:
+            self._left[step] = time.monotonic()
+            self._remove_own_files(step)
         else:
             _remove_files(path, self._is_removable)
 
@@ -124,24 +153,31 @@ def _is_gone(path: Path) -> bool:
     return False
 
 
-def sweep(catalog: Catalog, attempt: str, is_alone: bool) -> None:
+def sweep(catalog: Catalog, attempt: str, own: Literal["all", "partial", "nothing"]) -> bool:
     """Remove what no keeper can turn into a checkpoint any more: the files of attempts that are dead.
 
-    For rank 0, holding the lock of the root, before its first save; in a root that is not shared, for each rank of
-    its own files.  Of the same attempt (an earlier keeper of it has died) a rank that commits ``is_alone`` removes
-    everything; else a sealed file stays: it may be counted on.
+    For rank 0, holding the lock of the root; in a root that is not shared, for each rank of its own files.  Tells
+    whether there are files of another attempt whose keeper lives.
+
+    ``own``: what goes of this rank's files of the same attempt, which an earlier keeper of it has left: ``"all"`` if it
+    commits by itself; at first ``"partial"`` ones, since a sealed one may be counted on; later ``"nothing"``.
     """
+    living: set[RankFile] = set()
 
     def is_dead(name: str) -> bool:
         file = names.parse_rank_file(name)
         if file is None:
             manifest = names.parse_manifest(name)
-            return manifest is not None and manifest.is_partial and manifest.rank == catalog.rank
+            is_over = manifest is not None and (manifest.is_partial or manifest.is_pruned)
+            return manifest is not None and is_over and manifest.rank == catalog.rank
         if file.rank == (catalog.rank or 0):
-            return file.attempt != attempt or is_alone or file.is_partial
+            return file.attempt != attempt or own == "all" or (own == "partial" and file.is_partial)
         if catalog.rank is not None or file.attempt == attempt:
             return False
-        return life_of(catalog.root, file.rank, file.attempt) is not Life.ALIVE
+        if life_of(catalog.root, file.rank, file.attempt) is Life.ALIVE:
+            living.add(file)
+            return False
+        return True
 
     for step in catalog.step_dirs():
         path = catalog.dir(step)
@@ -149,12 +185,13 @@ def sweep(catalog: Catalog, attempt: str, is_alone: bool) -> None:
             _remove_strangers(catalog, step, is_dead)
         elif not any(_is_verdict(name) for name in os.listdir(path)):
             _remove_files(path, is_dead)
+    return bool(living)
 
 
 def _is_verdict(name: str) -> bool:
     """A manifest of any kind, damaged or whole: also one of ranks that did not share this root then."""
     manifest = names.parse_manifest(name)
-    return manifest is not None and not manifest.is_partial
+    return manifest is not None and not manifest.is_partial and not manifest.is_pruned
 
 
 @contextlib.contextmanager

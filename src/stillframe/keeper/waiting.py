@@ -15,9 +15,13 @@ _FIRST_S = 0.005
 _LONGEST_S = 0.25
 _SLOWER = 1.5
 _LOAD = 10
-"""A look takes at most this fraction of the time: looking costs more where there are thousands of ranks."""
+_LONGEST_LOAD_S = 2.0
+"""A look in vain takes at most a tenth of the time (it costs more where there are thousands of ranks), up to this."""
 _NEWS_S = 10.0
-_IDLE_S = 1.0
+_IDLE_S = 0.1
+"""Between two looks whether other ranks have done what tidying up waits for."""
+_LINGER_S = 1.0
+"""How long a keeper stays for that when all else is done."""
 
 
 class Waiting:
@@ -37,6 +41,7 @@ class Waiting:
         self._changed = threading.Condition()
         self._pending: dict[int, Commit] = {}
         self._is_finishing = False
+        self._linger_s = 0.0
         self._thread: threading.Thread | None = None
 
     def add(self, save: int, commit: Commit) -> None:
@@ -51,6 +56,7 @@ class Waiting:
         """Blocks until nothing is pending."""
         with self._changed:
             self._is_finishing = True
+            self._linger_s = time.monotonic() + _LINGER_S
             self._changed.notify()
         if self._thread is not None:
             self._thread.join()
@@ -69,24 +75,29 @@ class Waiting:
         while True:
             with self._changed:
                 if not self._pending:
-                    if self._is_finishing:
+                    if self._is_finishing and (not has_chores or time.monotonic() > self._linger_s):
                         return
                     self._changed.wait(_IDLE_S if has_chores else None)
                     pause_s, told_s = _FIRST_S, time.monotonic()
                 pending = list(self._pending.items())
             began = time.monotonic()
             is_news = began - told_s > _NEWS_S
+            before = sum(len(commit.awaited) for _, commit in pending)
             has_settled = [self._poll(save, commit, is_news) for save, commit in pending]
+            took_s = time.monotonic() - began
             has_chores = self._tidy()
             if is_news:
                 told_s = began
             if not pending:
                 continue
-            took_s = time.monotonic() - began
-            pause_s = _FIRST_S if any(has_settled) else min(pause_s * _SLOWER, _LONGEST_S)
+            if any(has_settled) or sum(len(commit.awaited) for _, commit in pending) < before:
+                pause_s = wait_s = _FIRST_S  # it was no look in vain: more is coming
+            else:
+                pause_s = min(pause_s * _SLOWER, _LONGEST_S)
+                wait_s = min(max(pause_s, took_s * _LOAD), _LONGEST_LOAD_S)
             with self._changed:
                 if len(self._pending) == len(pending) - sum(has_settled):  # else another has come
-                    self._changed.wait(max(pause_s, took_s * _LOAD))
+                    self._changed.wait(wait_s)
 
     def _poll(self, save: int, commit: Commit, is_news: bool) -> bool:
         """Whether it has been settled, one way or the other."""

@@ -104,7 +104,9 @@ class Placement:
                 break
         else:
             assert isinstance(node, ShardedNode)
-            raise FormatError(f"{self._stored.checkpoint.path}: parts of tensor {node.tensor!r} overlap, or are in no segment")
+            raise FormatError(
+                f"{self._stored.checkpoint.path}: parts of tensor {node.tensor!r} overlap, or are in no segment"
+            )
         for piece, in_shard, in_box, shape in reads:
             part = Box((), shape, in_box).of(into)
             first = _flat(in_shard, piece.shape)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Callable
@@ -40,6 +41,7 @@ class Keepers:
         self._arena: Arena | None = None
         self._lock = threading.RLock()
         self._current: KeeperProcess | None = None
+        self._lost: list[Save] = []
         self._refusal: StillframeError | None = None
         self._answered = threading.Event()
         self._has_warned_unchanged = False
@@ -62,7 +64,16 @@ class Keepers:
                     self._config, self._hear, self._on_exit, self._ledger.owes_news, self._is_awaited
                 )
                 self._ledger.keeper_started()
+                self._report_lost(self._current)
             return self._current
+
+    def _report_lost(self, keeper: KeeperProcess) -> None:
+        """Let the others know, through this keeper, which steps an earlier one took with it: its lock is held again."""
+        lost, self._lost = self._lost, []
+        for save in lost:
+            if save.error is not None:
+                with contextlib.suppress(KeeperError):  # it is gone, too: then its lock tells
+                    keeper.send(messages.Abandon(save.number, save.step, *errors.to_record(save.error)))
 
     def attach(self, keeper: KeeperProcess, arena: Arena) -> None:
         """Give this keeper the arena, unless it has it."""
@@ -138,6 +149,7 @@ class Keepers:
             # All of this before another keeper can be started: its saves and spans are not these.
             reason = self._refusal or error or KeeperError(f"the keeper (pid {process.pid}) left with saves in flight")
             failed = self._ledger.fail_all(reason)
+            self._lost += failed
             if self._arena is not None:
                 self._arena.give_back_all()
             if self._current is process:

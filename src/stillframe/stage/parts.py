@@ -25,6 +25,7 @@ from stillframe.stage.leaves import DTYPE_NAMES
 from stillframe.stage.shares import cut_dimension, shares
 from stillframe.stage.sharing import Base
 from stillframe.stage.spread import Box, Spread, replicated, spread_of
+from stillframe.stage.train_state import innermost
 from stillframe.stage.walk import Path, Walk, refusal
 
 
@@ -97,16 +98,18 @@ def _replicas(walk: Walk) -> dict[int, tuple[int, ...]]:
     among them: they may differ between two forwards.
     """
     found: dict[int, tuple[int, ...]] = {}
-    for owner in walk.owners:
+    modules = [each for owner in walk.owners if isinstance(owner, torch.nn.Module) for each in innermost(owner)]
+    for owner in modules:
         if isinstance(owner, DistributedDataParallel):
             ranks = tuple(sorted(torch.distributed.get_process_group_ranks(owner.process_group)))
             ignored = owner.parameters_to_ignore
             for name, parameter in owner.module.named_parameters():
                 if len(ranks) > 1 and name not in ignored and type(parameter) is torch.nn.Parameter:
                     found[id(parameter)] = ranks
-    for owner in walk.owners if found else ():
-        if isinstance(owner, torch.optim.Optimizer) and not type(owner).__module__.startswith("torch.distributed"):
-            for parameter, state in owner.state.items():
+    optimizers = [owner for owner in walk.owners if isinstance(owner, torch.optim.Optimizer)]
+    for optimizer in optimizers if found else ():
+        if not type(optimizer).__module__.startswith("torch.distributed"):  # those keep a share of the state each
+            for parameter, state in optimizer.state.items():
                 ranks = found.get(id(parameter), ())
                 for each in state.values() if ranks else ():
                     if isinstance(each, torch.Tensor) and each.shape == parameter.shape:

@@ -77,7 +77,7 @@ def spread_of(tensor: Any) -> Spread:
     team = tuple(sorted(ranks.flatten().tolist()))
     layout = f"{tuple(map(str, placements))} on {tuple(ranks.shape)}"
     if coordinate is None:
-        return Spread(shape, (), (), team, layout)
+        return Spread(shape, (), (), (), layout)  # others hold it
     same = tuple(
         slice(None) if placement.is_replicate() else at for placement, at in zip(placements, coordinate, strict=True)
     )

@@ -37,11 +37,8 @@ class TrainState:
 
     @property
     def module(self) -> torch.nn.Module:
-        """The model without a wrapper of data parallelism around it."""
-        if isinstance(self.model, torch.nn.parallel.DistributedDataParallel):
-            inner: torch.nn.Module = self.model.module
-            return inner
-        return self.model
+        """The model without data parallelism or compilation around it."""
+        return innermost(self.model)[-1]
 
     def model_state(self) -> dict[str, Any]:
         """The live parameters and buffers, by name."""
@@ -96,6 +93,19 @@ class TrainState:
         assert self.optimizer is not None
         live = [each for group in self.optimizer.param_groups for each in group["params"]]
         return dict(zip(self.parameter_names(), live, strict=True))
+
+
+def innermost(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The model, what is in it if it is a wrapper, and so on."""
+    found = [model]
+    while True:
+        model = found[-1]
+        if isinstance(model, torch.nn.parallel.DistributedDataParallel):
+            found.append(model.module)
+        elif "_orig_mod" in model._modules:  # torch.compile
+            found.append(model.get_submodule("_orig_mod"))
+        else:
+            return found
 
 
 def clean(name: str) -> str:

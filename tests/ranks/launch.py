@@ -13,6 +13,8 @@ from types import TracebackType
 HERE = Path(__file__).parent
 SOURCE = HERE.parent.parent
 LAUNCH_S = 120.0
+_END_S = 45.0
+"""Longer than torchrun gives its workers."""
 
 
 class Launch:
@@ -36,8 +38,9 @@ class Launch:
 
     @property
     def output(self) -> str:
-        self._output.seek(0)
-        return self._output.read()
+        # Not seek and read: the children write through the same file position.
+        fd = self._output.fileno()
+        return os.pread(fd, os.fstat(fd).st_size, 0).decode(errors="replace")
 
     def __enter__(self) -> Launch:
         return self
@@ -46,8 +49,12 @@ class Launch:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGKILL)  # its own session: only what it has started
-            self.process.wait()
+            self.process.terminate()  # it then ends its workers, which have sessions of their own
+            try:
+                self.process.wait(_END_S)
+            except subprocess.TimeoutExpired:
+                os.killpg(self.process.pid, signal.SIGKILL)
+                self.process.wait()
         self._output.close()
 
 

@@ -108,7 +108,9 @@ def test_a_state_that_fits_on_one_rank_only_is_touched_on_none(said: Said) -> No
 
 
 def test_a_rank_that_cannot_save_fails_the_step_for_all_at_once(said: Said, root: Path) -> None:
-    assert re.search("rank 1 could not save step 1: .*no memory for an arena", said[0, "failure_on_one"][0])
+    assert re.search(
+        "step 1 is not committed: rank 1 could not save it: .*no memory for an arena", said[0, "failure_on_one"][0]
+    )
     assert "there is no memory for an arena" in said[1, "failure_on_one"][0]
     assert max(seconds(said[0, "failure_on_one"][0]), seconds(said[1, "failure_on_one"][0])) < 30
     assert not Catalog(root / "failure_on_one").steps()

@@ -5,13 +5,14 @@ BIN    := $(VENV)/bin
 # bf16 matmuls can die with SIGILL on virtual machines that show AMX but forbid it.
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE
 
-.PHONY: help demo test lint torture bench clean
+.PHONY: help demo demo-ranks test lint torture bench clean
 
 help:
-	@echo "make demo     train a small GPT, kill it, resume it, compare bit for bit (under 3 minutes)"
-	@echo "make test     lint, types and all tests"
-	@echo "make bench    what it costs: ratios to the raw disk and to not saving"
-	@echo "make torture  200 random SIGKILLs of a real training run, each resumed and compared"
+	@echo "make demo        train a small GPT, kill it, resume it, compare bit for bit (under 3 minutes)"
+	@echo "make demo-ranks  the same with FSDP2 on 2 ranks, one of them killed; then restored on 1 (under 2 minutes)"
+	@echo "make test        lint, types and all tests"
+	@echo "make bench       what it costs: ratios to the raw disk and to not saving"
+	@echo "make torture     200 random SIGKILLs of a real training run, each resumed and compared"
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 10), "stillframe needs Python 3.10 or newer"'
@@ -22,6 +23,9 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 
 demo: $(VENV)/.installed
 	$(BIN)/python demo/run.py
+
+demo-ranks: $(VENV)/.installed
+	$(BIN)/python demo/ranks.py
 
 test: lint
 	$(BIN)/python -m pytest -m "not torture"

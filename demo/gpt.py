@@ -80,12 +80,16 @@ class GPT(nn.Module):
         self.head.weight = self.bytes.weight  # tied: one tensor under two names, stored once
 
     def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(self.scores(inputs).flatten(0, 1), targets.flatten())
+
+    def scores(self, inputs: torch.Tensor) -> torch.Tensor:
+        """For each byte, how likely each one is to be next."""
         places = torch.arange(inputs.shape[1], device=inputs.device)
         x = self.dropout(self.bytes(inputs) + self.positions(places))
         for block in self.blocks:
             x = block(x)
-        scores = self.head(self.norm(x))
-        return F.cross_entropy(scores.flatten(0, 1), targets.flatten())
+        scores: torch.Tensor = self.head(self.norm(x))
+        return scores
 
 
 def _initialise(module: nn.Module) -> None:

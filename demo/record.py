@@ -24,6 +24,8 @@ class Started(msgspec.Struct, frozen=True, tag="started"):
     threads: int
     restored_step: int | None
     restore_s: float
+    rank: int = 0
+    pid: int = 0
 
 
 class Step(msgspec.Struct, frozen=True, tag="step"):
@@ -64,10 +66,15 @@ class Record(msgspec.Struct, frozen=True):
     steps: list[Step]
     saves: list[Saved]
     fingerprint: dict[str, str]
+    unseen_loss: float | None = None
+    """On text it was not trained on, if that was measured."""
 
 
 def fingerprint(state: Any) -> dict[str, str]:
-    """Path → digest of dtype, shape and bytes of a tensor or array, or the exact text of a plain value."""
+    """Path → digest of dtype, shape and bytes of a tensor or array, or the exact text of a plain value.
+
+    A sharded tensor counts as the whole that it is a part of; all ranks call this together then.
+    """
     return dict(_leaves(state, ""))
 
 
@@ -83,7 +90,8 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, str]]:
         for index, item in enumerate(value):
             yield from _leaves(item, f"{path}/{index}")
     elif isinstance(value, torch.Tensor):
-        data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        whole = value.full_tensor() if hasattr(value, "full_tensor") else value  # a DTensor has it
+        data = whole.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
         yield path, f"tensor {value.dtype} {list(value.shape)} {hashlib.sha256(data.data).hexdigest()}"
     elif isinstance(value, numpy.ndarray):
         yield path, f"array {value.dtype} {value.shape} {hashlib.sha256(value.tobytes()).hexdigest()}"

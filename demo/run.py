@@ -110,7 +110,7 @@ def main() -> int:
         console.print("\nstopped; the training processes are ended")
         return 130
     except TrainerFailed as error:
-        console.print("[bold red]failed[/]:", escape(str(error)), soft_wrap=True)
+        console.print("[bold red]failed[/]:", escape(str(error)), soft_wrap=True, highlight=False)
         return 1
 
 

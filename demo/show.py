@@ -65,7 +65,7 @@ class Bar:
         if not isinstance(line, Step):
             return
         self._seconds.append(line.seconds)
-        note = f"loss {line.loss:.3f}  {_ms(statistics.median(self._seconds))}/step"
+        note = f"loss {line.loss:.3f}  {ms(statistics.median(self._seconds))}/step"
         self._progress.update(self._task, completed=line.step, note=note)
         if not self._console.is_terminal and line.step % _EVERY == 0:
             self._console.print(f"{self._title} {line.step:>3}/{self._total}  {note}", highlight=False)
@@ -97,22 +97,22 @@ def table(alone: Record, saving: Sequence[Step], resumed: Record, kill: Kill, ot
     rows.add_column(style="bold", no_wrap=True)
     rows.add_column(justify="right", no_wrap=True)
     rows.add_column()
-    rows.add_row("blocked per save, median", _ms(blocked_s), "in save() and at the fence")
+    rows.add_row("blocked per save, median", ms(blocked_s), "in save() and at the fence")
     rows.add_row(
-        "blocked per save, max", _ms(worst.blocked_s), f"step {worst.step}" + ", the first of its run" * is_first
+        "blocked per save, max", ms(worst.blocked_s), f"step {worst.step}" + ", the first of its run" * is_first
     )
-    rows.add_row("time to commit, median", _ms(statistics.median(commits_s)), "from save() until it is durable")
+    rows.add_row("time to commit, median", ms(statistics.median(commits_s)), "from save() until it is durable")
     rows.add_row("size of a checkpoint", format_bytes(resumed.saves[-1].bytes), "parameters, AdamW and the rest")
     rows.add_section()
-    rows.add_row("a step without saving", _ms(without.median_s), f"median; half took {without.spread}")
-    rows.add_row("a step with saving", _ms(within.median_s), f"median; half took {within.spread}")
+    rows.add_row("a step without saving", ms(without.median_s), f"median; half took {without.spread}")
+    rows.add_row("a step with saving", ms(within.median_s), f"median; half took {within.spread}")
     if others <= _QUIET_CORES:
         rows.add_row("overhead", f"{within.median_s / without.median_s - 1:+.1%}", "of the medians")
     else:
         rows.add_row("overhead", "unclear", f"other programs used {others:.1f} cores")
     rows.add_section()
     rows.add_row("finished steps lost", str(kill.lost_steps), f"killed in step {kill.last_step + 1}")
-    rows.add_row("time to restore", _ms(kill.restore_s), "read, verified, in place")
+    rows.add_row("time to restore", ms(kill.restore_s), "read, verified, in place")
     rows.caption = (
         f"Not blocked is not free: {alone.started.threads} training threads share {cores} cores with copying and "
         f"writing, {format_bytes(resumed.saves[-1].bytes)} a step."
@@ -126,5 +126,5 @@ def differences(left: dict[str, str], right: dict[str, str]) -> list[str]:
     return [path for path in dict.fromkeys([*left, *right]) if left.get(path) != right.get(path)]
 
 
-def _ms(seconds: float) -> str:
+def ms(seconds: float) -> str:
     return f"{seconds * 1e3:.{1 if seconds < 0.1 else 0}f} ms"

@@ -9,19 +9,22 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 
 import msgspec
 from demo.record import Record, Started, Step
 
-_SCRIPT = Path(__file__).resolve().parent / "train.py"
+_COMMAND = (sys.executable, str(Path(__file__).resolve().parent / "train.py"))
 _LINE = msgspec.json.Decoder(Started | Step)
 _TAIL_BYTES = 3000
+_END_S = 20.0
 _ENVIRONMENT = {
     "ONEDNN_MAX_CPU_ISA": "AVX512_CORE",  # bf16 kernels can die with SIGILL where AMX is shown but forbidden
     "OMP_WAIT_POLICY": "PASSIVE",  # spinning at barriers makes steps 3 to 4 times as long beside two busy loops
+    # torchrun would restart ranks with the store of the killed ones, where gloo finds the addresses of the dead.
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
 }
 
 
@@ -32,14 +35,15 @@ class TrainerFailed(Exception):
 class Trainer:
     """Leaving the ``with`` ends the process.  Its checkpoints, record and log are all in ``home``."""
 
-    def __init__(self, home: Path, name: str, steps: int, *options: str) -> None:
+    def __init__(self, home: Path, name: str, steps: int, *options: str, command: Sequence[str] = _COMMAND) -> None:
         self._record = home / f"{name}.json"
         self._log = home / f"{name}.log"
         self._is_killed = False
+        self._script = Path(command[-1]).name
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
                 [
-                    sys.executable, str(_SCRIPT), "--root", str(home / "checkpoints"), "--steps", str(steps),
+                    *command, "--root", str(home / "checkpoints"), "--steps", str(steps),
                     "--record", str(self._record), *options,
                 ],
                 stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, start_new_session=True,
@@ -54,7 +58,7 @@ class Trainer:
         code = self._process.wait()
         if code != 0 and not self._is_killed:
             tail = self._log.read_bytes()[-_TAIL_BYTES:].decode(errors="replace").strip()
-            raise TrainerFailed(f"{_SCRIPT.name} ended with code {code}; the end of {self._log}:\n{tail}")
+            raise TrainerFailed(f"{self._script} ended with code {code}; the end of {self._log}:\n{tail}")
 
     def kill(self) -> None:
         """SIGKILL: no warning, no clean-up.  Its keeper lives on for as long as it has work."""
@@ -72,7 +76,15 @@ class Trainer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._process.poll() is None:
-            self.kill()
-        self._process.wait()
+            self._end()
         assert self._process.stdout is not None
         self._process.stdout.close()
+
+    def _end(self) -> None:
+        """With SIGTERM first: torchrun then ends its ranks, which have sessions of their own."""
+        self._process.terminate()
+        try:
+            self._process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()

@@ -7,7 +7,6 @@ without saving), measured in the same run and repeated in turns, so that the noi
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 import signal
@@ -17,30 +16,19 @@ import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a script, from anywhere
+
+from benchmarks.figures import Figures, drop_caches, write_raw
 
 import stillframe
 from stillframe.model import CHUNK_BYTES
-from stillframe.storage.direct import ReadFile, WriteFile, aligned_buffer
+from stillframe.storage.direct import ReadFile, aligned_buffer
 from stillframe.units import GIB, format_bytes
-
-
-@dataclass
-class Figure:
-    """One measured line: the median, its spread, what it is compared with, and the target."""
-
-    name: str
-    value: float
-    unit: str
-    target: str
-    is_met: bool
-    samples: list[float] = field(default_factory=list)
-    beside: str = ""
 
 
 class Bench:
@@ -49,15 +37,8 @@ class Bench:
         self.size = size
         self.repeat = repeat
         self.console = console
-        self.figures: list[Figure] = []
-
-    def add(
-        self, name: str, samples: list[float], unit: str, target: str, met: Callable[[float], bool], beside: str = ""
-    ) -> None:
-        value = statistics.median(samples)
-        self.figures.append(Figure(name, value, unit, target, met(value), samples, beside))
-        mark = "✓" if met(value) else "✗"
-        self.console.print(f"  {mark} {name}: {value:.3g} {unit}  (target {target}) {beside}")
+        self.figures = Figures(console)
+        self.add = self.figures.add
 
     def fresh(self, name: str) -> Path:
         path = self.root / name
@@ -68,15 +49,8 @@ class Bench:
 
     def raw_write(self) -> float:
         """Bytes per second of a plain O_DIRECT writer, fsync included."""
-        path = self.root / "raw.bin"
-        path.unlink(missing_ok=True)
-        memory = memoryview(self.buffer)
-        began = time.perf_counter()
-        file = WriteFile(path, self.size)
-        for at in range(0, self.size, CHUNK_BYTES):
-            file.write_at(memory[:CHUNK_BYTES], at)
-        file.finish()
-        return self.size / (time.perf_counter() - began)
+        began, ended = write_raw(self.root / "raw.bin", self.size, memoryview(self.buffer))
+        return self.size / (ended - began)
 
     def raw_read(self) -> float:
         """Bytes per second of a plain O_DIRECT reader, with as many threads as ours."""
@@ -254,14 +228,6 @@ class Bench:
             question()
 
 
-def drop_caches() -> None:
-    """Cold reads, where we may; O_DIRECT does not use the page cache in any case."""
-    try:
-        Path("/proc/sys/vm/drop_caches").write_text("1")
-    except OSError:
-        pass
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--root", type=Path, help="directory on the disk to measure (default: beside this file)")
@@ -281,21 +247,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory(dir=parent) as directory:
         bench = Bench(Path(directory), size, options.repeat, console)
         bench.run()
-    table = Table(title="stillframe, core")
-    for column in ("figure", "median", "spread", "target", ""):
-        table.add_column(column, justify="left" if column == "figure" else "right")
-    for figure in bench.figures:
-        spread = f"{min(figure.samples):.3g} – {max(figure.samples):.3g}"
-        table.add_row(
-            figure.name,
-            f"{figure.value:.3g} {figure.unit}",
-            spread,
-            figure.target,
-            "met" if figure.is_met else "missed",
-        )
-    console.print(table)
+    console.print(bench.figures.table("stillframe, core"))
     if options.json:
-        options.json.write_text(json.dumps([asdict(figure) for figure in bench.figures], indent=1))
+        bench.figures.write(options.json)
     return 0
 
 

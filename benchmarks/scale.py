@@ -1,0 +1,645 @@
+"""How committing grows with the number of ranks: many keepers on one directory, then rank 0's own work alone.
+
+1. 4, 16 and 64 real keeper processes commit steps together.  No trainer: this program speaks to each as one would,
+   with a few kilobytes of data and a seal as large as a real one.  File-system calls are counted with strace.
+2. Rank 0's work for 1,024 to 16,384 ranks: a directory with so many real seals, taken and committed by the
+   keeper's own code; also what listing and removing such a directory costs.
+3. What both come to, up to 16,384 ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a script, from anywhere
+
+from benchmarks.figures import drop_caches
+
+from stillframe.catalog import Catalog
+from stillframe.errors import KeeperError
+from stillframe.format import names
+from stillframe.format.digest import digest
+from stillframe.format.records import SealDraft, Segment, Team, encode_seal, encode_shards, encode_tree
+from stillframe.format.segment import Shard, Whole, encode_header
+from stillframe.format.tree import DictNode, Node, Part, ShardedNode, ValueNode
+from stillframe.keeper import waiting
+from stillframe.keeper.commit import Coordinator, Terms
+from stillframe.keeper.flush import Flush
+from stillframe.keeper.prune import Pruner
+from stillframe.link import messages
+from stillframe.link.arena import Arena
+from stillframe.link.messages import FromKeeper
+from stillframe.link.process import KeeperConfig, KeeperProcess
+from stillframe.model import CHUNK_BYTES
+from stillframe.retention import KeepLast
+from stillframe.units import GIB, format_bytes
+
+PARAMETERS = 170
+PARTS = ("parameter", "exp_avg", "exp_avg_sq")
+ITEMS = 32
+"""Of each tensor on each rank: 510 tensors of 128 bytes make a segment of about 64 KiB."""
+DATA_BYTES = PARAMETERS * len(PARTS) * ITEMS * 4
+ATTEMPT = "5ca1ab1e"
+READY_S = 120.0
+STEP_S = 120.0
+ATTACH_S = 10.0
+TRACED_STEPS = 3
+LATE_S = 20.0
+"""How long a commit that is due may take before the waiting thread is woken."""
+COMMITTED_STEP = 1
+NEXT_STEP = 2
+
+
+# --- one rank's seal -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Content:
+    """What one rank sends its keeper at each step: a seal of some 500 parts of tensors that all ranks share."""
+
+    header: bytes
+    draft: SealDraft
+
+    @property
+    def draft_bytes(self) -> bytes:
+        return msgspec.json.encode(self.draft)
+
+
+def make_content(rank: int, world_size: int, step: int) -> Content:
+    shards, nodes = [], {part: list[Node]() for part in PARTS}
+    keys = [f"layers.{number // 10}.block.{number % 10}.weight" for number in range(PARAMETERS)]
+    whole, offset, own = (world_size * ITEMS,), (rank * ITEMS,), (ITEMS,)
+    at = 0
+    for part in PARTS:
+        for key in keys:
+            name = f"model/{key}" if part == "parameter" else f"optimizer/state/{key}/{part}"
+            shards.append(Shard(name, "F32", own, at, at + ITEMS * 4, whole=Whole(name, whole, offset)))
+            nodes[part].append(ShardedNode(name, "F32", whole, [Part(rank, offset, own)]))
+            at += ITEMS * 4
+    moments: list[Node] = [
+        DictNode(["step", *PARTS[1:]], [ValueNode(0), *(nodes[part][number] for part in PARTS[1:])])
+        for number in range(PARAMETERS)
+    ]
+    tree = DictNode(
+        ["model", "optimizer", "step"],
+        [DictNode(keys, nodes["parameter"]), DictNode(keys, moments), ValueNode(1)],
+    )
+    draft = SealDraft(
+        step=step, rank=rank, world_size=world_size, attempt=ATTEMPT,
+        shards=encode_shards(shards), tree=encode_tree(tree), values=msgspec.Raw(msgspec.json.encode([1.0, step])),
+        teams=[Team(digest(b"every rank"), world_size, digest(b"every tensor"))],
+    )  # fmt: skip
+    return Content(encode_header(shards, {"stillframe": "1"}), draft)
+
+
+def make_begin(save: int, step: int, header: bytes, draft: bytes) -> messages.Begin:
+    return messages.Begin(
+        save=save, step=step, requested_s=time.monotonic(), header_bytes=len(header), draft_bytes=len(draft),
+        data_bytes=DATA_BYTES, layout="scale", lazy=((0, DATA_BYTES),),
+    )  # fmt: skip
+
+
+# --- 1. many keepers -----------------------------------------------------------------------
+
+
+class Rank:
+    """One keeper, and the little of a trainer that it needs."""
+
+    def __init__(self, root: Path, rank: int, world_size: int, arena: Arena) -> None:
+        self.rank = rank
+        self.sealed_s: dict[int, float] = {}
+        self.committed_s: dict[int, float] = {}
+        self._world_size = world_size
+        self._changed = threading.Condition()
+        self._is_ready = False
+        self._problem = ""
+        config = KeeperConfig(str(root), ATTEMPT, rank, world_size, keep_last=2, keep_every=None, deadline_s=STEP_S)
+        self.keeper = KeeperProcess(config, self._hear, self._gone, lambda: False, lambda: True)
+        self.keeper.send(messages.Attach(arena.nbytes), arena.fd)
+
+    def save(self, step: int) -> None:
+        content = make_content(self.rank, self._world_size, step)
+        draft = content.draft_bytes
+        fd = os.memfd_create("stillframe-draft", os.MFD_CLOEXEC)
+        with open(fd, "wb") as file:
+            file.write(content.header + draft)
+            file.flush()
+            self.keeper.send(make_begin(step, step, content.header, draft), fd)
+        self.keeper.send(messages.Chunk(step, 0, 0, DATA_BYTES))
+        self.keeper.send(messages.Staged(step, time.monotonic()))
+
+    def wait_ready(self) -> None:
+        self._wait(READY_S)
+
+    def wait_committed(self, step: int) -> None:
+        self._wait(STEP_S, step)
+
+    def _wait(self, timeout_s: float, step: int | None = None) -> None:
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._problem or (self._is_ready if step is None else step in self.committed_s), timeout_s
+            )
+        if self._problem or (step is not None and step not in self.committed_s):
+            raise SystemExit(f"rank {self.rank}: {self._problem or 'no answer'}")
+
+    def close(self) -> None:
+        self.keeper.expect_exit()
+        try:
+            self.keeper.send(messages.Close())
+        except KeeperError:
+            pass
+
+    def _hear(self, message: FromKeeper) -> None:
+        with self._changed:
+            if isinstance(message, messages.Ready):
+                self._is_ready = True
+            elif isinstance(message, messages.Sealed):
+                self.sealed_s[message.save] = message.at_s
+            elif isinstance(message, messages.Committed):
+                self.committed_s[message.save] = message.at_s
+            elif isinstance(message, messages.Failed | messages.Refused):
+                self._problem = message.message
+            self._changed.notify_all()
+
+    def _gone(self, keeper: KeeperProcess, error: KeeperError | None) -> None:
+        with self._changed:
+            self._problem = str(error or "its keeper has left")
+            self._changed.notify_all()
+
+
+@dataclass
+class Calls:
+    """File-system calls of one keeper in one step (a mean), and how long it then had to wait after its seal."""
+
+    by_name: dict[str, float]
+    waited_s: float
+
+    @property
+    def total(self) -> float:
+        return sum(self.by_name.values())
+
+    def of(self, group: str) -> float:
+        return sum(count for name, count in self.by_name.items() if name in GROUPS[group])
+
+
+GROUPS = {
+    "fsync": {"fsync", "fdatasync", "sync_file_range"},
+    "change": {
+        "create", "mkdir", "mkdirat", "rename", "renameat", "renameat2", "link", "linkat", "unlink", "unlinkat",
+        "rmdir", "fallocate", "ftruncate", "write", "pwrite64",
+    },
+    "look": {
+        "open", "stat", "lstat", "newfstatat", "statx", "access", "faccessat", "faccessat2", "readlink", "getdents64",
+        "read", "pread64", "flock",
+    },
+}  # fmt: skip
+"""Calls that a file system may have to answer; the rest (close, fstat, lseek, ioctl) is about open descriptors."""
+
+
+@dataclass
+class Commits:
+    """What a number of keepers did together."""
+
+    ranks: int
+    start_s: float
+    commit_s: list[float] = field(default_factory=list)
+    """From the last seal to the manifest, for each step."""
+    known_s: list[float] = field(default_factory=list)
+    """From the last seal until every keeper had seen the manifest."""
+    step_s: list[float] = field(default_factory=list)
+    """From the first request to the manifest."""
+    seal_bytes: int = 0
+    manifest_bytes: int = 0
+    coordinator: Calls | None = None
+    member: Calls | None = None
+
+
+def many_keepers(root: Path, count: int, steps: int, console: Console) -> Commits:
+    arena = Arena(CHUNK_BYTES)  # lent to all of them: they only read the one span, which holds the same for each
+    arena.memory[:DATA_BYTES] = os.urandom(DATA_BYTES)
+    began = time.monotonic()
+    ranks: list[Rank] = []
+    try:
+        for rank in range(count):
+            ranks.append(Rank(root, rank, count, arena))
+        for each in ranks:
+            each.wait_ready()
+        result = Commits(count, time.monotonic() - began)
+        console.print(f"  {count} keepers are there after {result.start_s:.1f} s")
+        run_step(ranks, 0)
+        for step in range(1, steps + 1):
+            requested_s = run_step(ranks, step)
+            last_seal_s = max(each.sealed_s[step] for each in ranks)
+            result.commit_s.append(ranks[0].committed_s[step] - last_seal_s)
+            result.known_s.append(max(each.committed_s[step] for each in ranks) - last_seal_s)
+            result.step_s.append(ranks[0].committed_s[step] - requested_s)
+        verify(root, steps, result)
+        if shutil.which("strace"):
+            result.coordinator = count_calls(ranks, ranks[0], steps + 1, root)
+            result.member = count_calls(ranks, ranks[-1], steps + 1 + TRACED_STEPS, root)
+        else:
+            console.print("  strace is not installed: file-system calls are not counted")
+    finally:
+        for each in ranks:
+            each.close()
+        for each in ranks:
+            each.keeper.join(STEP_S)
+        arena.close()
+    return result
+
+
+def run_step(ranks: Sequence[Rank], step: int) -> float:
+    """All save; returns, when all know that it is committed, when the first was asked to."""
+    began = time.monotonic()
+    for each in ranks:
+        each.save(step)
+    for each in ranks:
+        each.wait_committed(step)
+    return began
+
+
+def verify(root: Path, step: int, result: Commits) -> None:
+    """It is a checkpoint whose every seal can be read; notes their sizes."""
+    catalog = Catalog(root)
+    with catalog.open(step) as checkpoint:
+        assert checkpoint.ranks == list(range(result.ranks))
+        assert all(len(checkpoint.of(rank).seal.shards) == PARAMETERS * len(PARTS) for rank in checkpoint.ranks)
+    result.seal_bytes = (catalog.dir(step) / names.seal(result.ranks - 1, ATTEMPT)).stat().st_size
+    result.manifest_bytes = catalog.manifest_path(step).stat().st_size
+
+
+def count_calls(ranks: Sequence[Rank], traced: Rank, first_step: int, root: Path) -> Calls:
+    """Calls on anything under the root, by name; sockets and memory files are not file-system calls."""
+    log = root.parent / "strace.log"
+    steps = range(first_step, first_step + TRACED_STEPS)
+    with tracing(traced.keeper.pid, log):
+        for step in steps:
+            run_step(ranks, step)
+    counts = Counter(called_names(log, root))
+    log.unlink()
+    waited = [traced.committed_s[step] - traced.sealed_s[step] for step in steps]
+    return Calls({name: count / TRACED_STEPS for name, count in counts.most_common()}, statistics.mean(waited))
+
+
+@contextmanager
+def tracing(pid: int, log: Path) -> Iterator[None]:
+    command = ["strace", "-f", "-qq", "-y", "-s", "256", "-e", "trace=%file,%desc", "-o", str(log), "-p", str(pid)]
+    tracer = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+    try:
+        end = time.monotonic() + ATTACH_S
+        while not all(is_traced(task) for task in Path(f"/proc/{pid}/task").iterdir()):
+            if tracer.poll() is not None or time.monotonic() > end:
+                raise SystemExit(f"strace could not attach to process {pid}")
+            time.sleep(0.01)
+        yield
+    finally:
+        tracer.send_signal(signal.SIGINT)
+        tracer.wait()
+
+
+def is_traced(task: Path) -> bool:
+    return "TracerPid:\t0\n" not in (task / "status").read_text()
+
+
+def called_names(log: Path, root: Path) -> Iterator[str]:
+    """A call that was interrupted by another thread's stands on two lines; only the first names it."""
+    call = re.compile(r"\d+ +(\w+)\(")
+    for line in log.read_text(errors="replace").splitlines():
+        found = call.match(line)
+        if found and str(root) in line:
+            yield plain_name(found[1], line)
+
+
+def plain_name(name: str, line: str) -> str:
+    if name in ("open", "openat"):
+        return "create" if "O_CREAT" in line else "open"
+    return "fstat" if name == "newfstatat" and ', "", ' in line else name
+
+
+# --- 2. the coordinator alone --------------------------------------------------------------
+
+
+@dataclass
+class Collected:
+    """Rank 0's own work for one step of so many ranks."""
+
+    ranks: int
+    take_cold_s: float
+    """All seals but the last, in one look, not in the page cache (where we may empty it)."""
+    take_warm_s: float
+    look_s: float
+    """A look that finds nothing new."""
+    finish_s: float
+    """A look that finds the last seal, the checks, and the manifest published."""
+    late_s: float
+    """One rank seals when all others have been taken: from its seal to the manifest, as the keeper's thread waits."""
+    read_bytes: int
+    seal_bytes: int
+    manifest_bytes: int
+    list_s: float
+    list_cold_s: float
+    member_prune_s: float
+    """One member removes its two files from the directory."""
+    remove_s: float
+    """Rank 0 removes all of it by itself, as it does with the checkpoints of earlier runs."""
+
+
+def collect(root: Path, count: int, console: Console) -> Collected:
+    """A directory as so many keepers leave it, but that the others' segments are empty: nobody looks into them."""
+    catalog = Catalog(root)
+    directory = catalog.dir(COMMITTED_STEP)
+    flush = seal_rank_0(catalog, count)
+    console.print(f"  writing {count:,} seals")
+    for rank in range(1, count):
+        (directory / names.segment(rank, ATTEMPT)).touch()
+        data = encode_rank(rank, count)
+        (directory / names.seal(rank, ATTEMPT)).write_bytes(data)
+    os.sync()
+
+    last = directory / names.seal(count - 1, ATTEMPT)
+    aside = root / last.name
+    last.rename(aside)
+    terms = Terms(root, ATTEMPT, count, STEP_S)
+    drop_caches()
+    list_cold_s = seconds_of(lambda: os.listdir(directory))
+    read_before = read_so_far()
+    cold = Coordinator(flush, terms, has_locks=True)
+    take_cold_s = seconds_of(lambda: cold.poll(False))
+    read_bytes = read_so_far() - read_before
+    coordinator = Coordinator(flush, terms, has_locks=True)
+    take_warm_s = seconds_of(lambda: coordinator.poll(False))
+    look_s = statistics.median(seconds_of(lambda: coordinator.poll(False)) for _ in range(5))
+    list_s = statistics.median(seconds_of(lambda: os.listdir(directory)) for _ in range(5))
+    aside.rename(last)
+    began = time.perf_counter()
+    assert coordinator.poll(False)
+    finish_s = time.perf_counter() - began
+    manifest = catalog.manifest_path(COMMITTED_STEP)
+    manifest_bytes = manifest.read_bytes()
+    manifest.unlink()
+    last.rename(aside)
+    late_s = commit_late(Coordinator(flush, terms, has_locks=True), aside, last)
+
+    next_manifest = catalog.manifest_path(NEXT_STEP)
+    next_manifest.parent.mkdir()
+    next_manifest.touch()
+    member = Pruner(catalog, KeepLast(1), count - 1, ATTEMPT, is_alone=False)
+    member.committed(COMMITTED_STEP, None)
+    manifest.unlink()
+    member_prune_s = seconds_of(lambda: member.committed(NEXT_STEP, None))
+    assert not last.exists()
+    manifest.write_bytes(manifest_bytes)
+    pruner = Pruner(catalog, KeepLast(1), 0, ATTEMPT, is_alone=False)
+    remove_s = seconds_of(lambda: pruner.committed(NEXT_STEP, None))
+    assert not directory.exists()
+    return Collected(
+        count, take_cold_s, take_warm_s, look_s, finish_s, late_s, read_bytes, len(data), len(manifest_bytes),
+        list_s, list_cold_s, member_prune_s, remove_s,
+    )  # fmt: skip
+
+
+def commit_late(coordinator: Coordinator, aside: Path, last: Path) -> float:
+    settled = threading.Event()
+    thread = waiting.Waiting(
+        settle=lambda *_: settled.set(), tell=lambda *_: None, tidy=lambda: False, is_orphan=lambda: False
+    )
+    thread.add(COMMITTED_STEP, coordinator)
+    while len(coordinator.awaited) > 1:
+        time.sleep(0.01)
+    began = time.perf_counter()
+    aside.rename(last)
+    settled.wait(LATE_S)
+    late_s = time.perf_counter() - began
+    thread.finish()
+    if coordinator.flush.error:
+        raise coordinator.flush.error
+    return late_s
+
+
+def seal_rank_0(catalog: Catalog, count: int) -> Flush:
+    """Its segment and seal, by the keeper's own code."""
+    content = make_content(0, count, COMMITTED_STEP)
+    begin = make_begin(COMMITTED_STEP, COMMITTED_STEP, content.header, content.draft_bytes)
+    arena = Arena(CHUNK_BYTES)
+    flush = Flush(begin, content.header, content.draft, catalog, threading.Lock())
+    flush.write(messages.Chunk(COMMITTED_STEP, 0, 0, DATA_BYTES), memoryview(arena.memory))
+    flush.seal()
+    arena.close()
+    return flush
+
+
+def encode_rank(rank: int, count: int) -> bytes:
+    content = make_content(rank, count, COMMITTED_STEP)
+    segment = Segment(
+        file=names.segment(rank, ATTEMPT), bytes=len(content.header) + DATA_BYTES, data_start=len(content.header),
+        header=digest(content.header), chunk_bytes=CHUNK_BYTES, chunks=[digest(bytes(DATA_BYTES))],
+    )  # fmt: skip
+    return encode_seal(content.draft, segment)[0]
+
+
+def seconds_of(work: object) -> float:
+    assert callable(work)
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
+def read_so_far() -> int:
+    """Bytes that this process has read, from cache or disk."""
+    found = re.search(r"rchar: (\d+)", Path("/proc/self/io").read_text())
+    assert found
+    return int(found[1])
+
+
+# --- 3. tables -----------------------------------------------------------------------------
+
+
+def make_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> Table:
+    table = Table(title=title)
+    for number, column in enumerate(columns):
+        is_text = number == 0 and bool(rows) and not str(rows[0][0]).isdigit()
+        table.add_column(column, justify="left" if is_text else "right")
+    for row in rows:
+        table.add_row(*map(str, row))
+    return table
+
+
+def ms(samples: Sequence[float]) -> str:
+    low, middle, high = (value * 1e3 for value in (min(samples), statistics.median(samples), max(samples)))
+    return f"{middle:.0f} ({low:.0f} – {high:.0f})"
+
+
+def slope(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Least squares: what there is at no ranks, and what each adds."""
+    fit = statistics.linear_regression([x for x, _ in points], [y for _, y in points])
+    return fit.intercept, fit.slope
+
+
+def commits_table(commits: Sequence[Commits]) -> Table:
+    return make_table(
+        "keepers committing to one directory (ms: median, spread)",
+        ("ranks", "last seal → manifest", "→ all know", "request → manifest", "seal", "manifest"),
+        [
+            (
+                each.ranks, ms(each.commit_s), ms(each.known_s), ms(each.step_s),
+                format_bytes(each.seal_bytes), format_bytes(each.manifest_bytes),
+            )
+            for each in commits
+        ],
+    )  # fmt: skip
+
+
+def calls_table(commits: Sequence[Commits]) -> Table:
+    rows = [
+        (
+            each.ranks, role, *(f"{calls.of(group):.1f}" for group in GROUPS),
+            f"{calls.total - sum(map(calls.of, GROUPS)):.1f}", f"{calls.total:.1f}", f"{calls.waited_s * 1e3:.0f}",
+        )
+        for each in commits
+        for role, calls in (("rank 0", each.coordinator), ("a member", each.member))
+        if calls
+    ]  # fmt: skip
+    columns = ("ranks", "keeper of", "fsync", "change", "look", "on descriptors", "all", "waited ms")
+    return make_table("file-system calls per step of one keeper (strace)", columns, rows)
+
+
+def collected_table(collected: Sequence[Collected]) -> Table:
+    rows = [
+        ("take all seals but one, cold", [f"{each.take_cold_s:.2f} s" for each in collected]),
+        ("the same, warm", [f"{each.take_warm_s:.2f} s" for each in collected]),
+        ("bytes read for that", [format_bytes(each.read_bytes) for each in collected]),
+        ("a look that finds nothing new", [f"{each.look_s * 1e3:.1f} ms" for each in collected]),
+        ("a look that finds the last seal, and commits", [f"{each.finish_s * 1e3:.1f} ms" for each in collected]),
+        ("a late seal → manifest, as the keeper waits", [late(each.late_s) for each in collected]),
+        ("manifest", [format_bytes(each.manifest_bytes) for each in collected]),
+        ("list the directory", [f"{each.list_s * 1e3:.1f} ms" for each in collected]),
+        ("the same, cold", [f"{each.list_cold_s * 1e3:.1f} ms" for each in collected]),
+        ("one member removes its two files", [f"{each.member_prune_s * 1e3:.1f} ms" for each in collected]),
+        ("rank 0 removes everything", [f"{each.remove_s:.2f} s" for each in collected]),
+    ]
+    columns = ("one step of so many ranks", *(f"{each.ranks:,}" for each in collected))
+    return make_table("rank 0's own work", columns, [(name, *values) for name, values in rows])
+
+
+def late(seconds: float) -> str:
+    return f"> {LATE_S:g} s" if seconds > LATE_S else f"{seconds * 1e3:.0f} ms"
+
+
+def arithmetic_table(commits: Sequence[Commits], collected: Sequence[Collected]) -> Table:
+    """What is measured for a number of ranks stands as it is; the rest is multiplied."""
+    largest = collected[-1]
+    sizes = (64, 1024, 4096, 16384)
+    measured = {each.ranks: each for each in collected}
+
+    def of(ranks: int, name: str) -> float:
+        value: float = getattr(measured.get(ranks, largest), name)
+        return value if ranks in measured else value * ranks / largest.ranks
+
+    rows: list[tuple[str, list[str]]] = [
+        ("files in the step's directory", [f"{2 * ranks + 1:,}" for ranks in sizes]),
+        ("bytes of all seals", [format_bytes(ranks * largest.seal_bytes) for ranks in sizes]),
+        ("bytes of the manifest", [format_bytes(of(ranks, "manifest_bytes")) for ranks in sizes]),
+        ("rank 0 takes all seals", [f"{of(ranks, 'take_warm_s'):.2f} s" for ranks in sizes]),
+        ("rank 0 looks once", [f"{of(ranks, 'look_s') * 1e3:.1f} ms" for ranks in sizes]),
+        ("rank 0 looks at most every", [f"{pause_s(of(ranks, 'look_s')) * 1e3:.0f} ms" for ranks in sizes]),
+        ("members remove their own, all together", [f"{of(ranks, 'member_prune_s') * ranks:.1f} s" for ranks in sizes]),
+    ]
+    member = commits[-1].member
+    if member:
+        for group in GROUPS:
+            rows.append((f"members' calls: {group}", [f"{member.of(group) * ranks:,.0f}" for ranks in sizes]))
+    rows.append(("members' looks per second of waiting", [f"{2 * ranks / waiting._LONGEST_S:,.0f}" for ranks in sizes]))
+    columns = ("one step of so many ranks", *(f"{ranks:,}" for ranks in sizes))
+    return make_table("up to 16,384 ranks", columns, [(name, *values) for name, values in rows])
+
+
+def pause_s(look_s: float) -> float:
+    """The longest pause between two looks in vain."""
+    return max(waiting._LONGEST_S, look_s * waiting._LOAD)
+
+
+def fits(commits: Sequence[Commits], collected: Sequence[Collected]) -> dict[str, tuple[float, float]]:
+    found = {}
+    if len(commits) > 1:
+        found["last seal → manifest, ms"] = slope(
+            [(each.ranks, statistics.median(each.commit_s) * 1e3) for each in commits]
+        )
+        found["request → manifest, ms"] = slope(
+            [(each.ranks, statistics.median(each.step_s) * 1e3) for each in commits]
+        )
+        found["manifest, bytes"] = slope([(each.ranks, each.manifest_bytes) for each in commits])
+        for role in ("coordinator", "member"):
+            points = [(each.ranks, calls.total) for each in commits if (calls := getattr(each, role))]
+            if points:
+                found[f"calls of the {role}"] = slope(points)
+    if len(collected) > 1:
+        found["rank 0 takes the seals (warm), ms"] = slope([(each.ranks, each.take_warm_s * 1e3) for each in collected])
+        found["rank 0 looks in vain, ms"] = slope([(each.ranks, each.look_s * 1e3) for each in collected])
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--root", type=Path, help="directory on the disk to measure (default: runs/bench-ranks)")
+    parser.add_argument("--steps", type=int, help="timed steps for each number of keepers (default: 10)")
+    parser.add_argument("--json", type=Path, help="write everything here too")
+    parser.add_argument("--short", action="store_true", help="fewer and smaller: to see that it runs")
+    options = parser.parse_args()
+    console = Console()
+    parent = options.root or Path(__file__).resolve().parent.parent / "runs" / "bench-ranks"
+    parent.mkdir(parents=True, exist_ok=True)
+    worlds, directories = ((4, 16), (256, 1024)) if options.short else ((4, 16, 64), (1024, 4096, 16384))
+    steps = options.steps or (4 if options.short else 10)
+    needed = 2 * directories[-1] * len(encode_rank(0, directories[-1])) + GIB
+    free = shutil.disk_usage(parent).free
+    if free < needed:
+        console.print(f"{parent} has {format_bytes(free)} free; this needs {format_bytes(needed)}")
+        return 2
+    console.print(f"{PARAMETERS * len(PARTS)} tensors a rank, {os.cpu_count()} cores")
+    commits, collected = [], []
+    with tempfile.TemporaryDirectory(dir=parent) as directory:
+        for count in worlds:
+            console.print(f"[bold]{count} keepers[/bold]")
+            commits.append(many_keepers(Path(directory) / f"keepers-{count}", count, steps, console))
+        for count in directories:
+            console.print(f"[bold]rank 0 of {count:,}[/bold]")
+            collected.append(collect(Path(directory) / f"seals-{count}", count, console))
+    if not any(parent.iterdir()):
+        parent.rmdir()
+    growth = fits(commits, collected)
+    console.print(commits_table(commits), calls_table(commits), collected_table(collected))
+    rows = [(name, f"{base:.4g}", f"{each:.4g}") for name, (base, each) in growth.items()]
+    console.print(make_table("growth (least squares)", ("figure", "at no ranks", "per rank"), rows))
+    console.print(arithmetic_table(commits, collected))
+    if options.json:
+        result = {
+            "keepers": [asdict(each) for each in commits],
+            "coordinator": [asdict(each) for each in collected],
+            "growth": growth,
+        }
+        options.json.write_text(json.dumps(result, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

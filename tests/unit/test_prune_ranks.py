@@ -11,7 +11,7 @@ from stillframe import Catalog
 from stillframe.format import names
 from stillframe.format.records import Manifest, RankEntry, encode_manifest
 from stillframe.keeper.lock import RootLock
-from stillframe.keeper.prune import Pruner, sweep
+from stillframe.keeper.prune import Pruner, remove_spares, sweep
 from stillframe.retention import Keep, KeepLast
 
 ATTEMPT = "0123abcd"
@@ -152,3 +152,11 @@ def test_a_sweep_leaves_checkpoints_of_ranks_that_did_not_share_the_root(tmp_pat
     before = files(tmp_path, 5)
     sweep(Catalog(tmp_path), ATTEMPT, "partial")
     assert files(tmp_path, 5) == before
+
+
+def test_spares_of_ranks_that_there_are_no_more_go(tmp_path: Path) -> None:
+    for rank in range(4):
+        (tmp_path / names.spare(rank)).touch()
+    RootLock(tmp_path, 3, OTHER).acquire()
+    remove_spares(Catalog(tmp_path), 2)
+    assert [rank for rank in range(4) if (tmp_path / names.spare(rank)).exists()] == [0, 1, 3]

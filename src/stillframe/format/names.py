@@ -14,6 +14,7 @@ PARTIAL = ".partial"
 
 _STEP = re.compile(r"step-(\d{12})", re.ASCII)
 _RANK_FILE = re.compile(r"rank-(\d{5})-([0-9a-f]{8})\.(safetensors|seal\.json|failure\.json)(\.partial)?", re.ASCII)
+_SPARE = re.compile(r"rank-(\d{5})\.spare", re.ASCII)
 _MANIFEST = re.compile(r"manifest(?:-(\d{5}))?(\.damaged|\.pruned)?\.json(\.[0-9a-f]{8}\.partial)?", re.ASCII)
 
 
@@ -58,6 +59,16 @@ def pruned_manifest() -> str:
 
 def damaged_manifest(rank: int | None = None) -> str:
     return manifest(rank).replace(".json", ".damaged.json")
+
+
+def spare(rank: int) -> str:
+    """A segment that retention let go, kept to be written over by the next one."""
+    return f"rank-{rank:05d}.spare"
+
+
+def parse_spare(name: str) -> int | None:
+    found = _SPARE.fullmatch(name)
+    return int(found[1]) if found else None
 
 
 def lock(rank: int) -> str:

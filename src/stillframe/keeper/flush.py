@@ -111,11 +111,26 @@ class Flush:
             durable.make_dir(self.dir)
             self._has_files = True
             try:
-                return WriteFile(self._partial_path, len(self._header) + self.begin.data_bytes)
+                is_reused = self._take_spare()
+                return WriteFile(self._partial_path, len(self._header) + self.begin.data_bytes, is_reused=is_reused)
             except FileNotFoundError:
                 if is_last:
                     raise
         raise AssertionError
+
+    def _take_spare(self) -> bool:
+        """Whether a segment that retention let go lies under our name now, to be written over.
+
+        Every byte of it will be: a segment is sealed only when all its chunks have been written.
+        """
+        try:
+            durable.move(self._catalog.root / names.spare(self.draft.rank), self._partial_path)
+        except OSError:
+            return False
+        if durable.is_nobody_elses(self._partial_path):
+            return True
+        durable.remove(self._partial_path)
+        return False
 
     def write(self, chunk: Chunk, memory: memoryview) -> None:
         """Hash a chunk and write it at its place; ``memory`` is its whole span."""

@@ -69,6 +69,23 @@ def life_of(root: Path, rank: int, attempt: str) -> Life:
     return Life.GONE
 
 
+def is_held(root: Path, rank: int) -> bool:
+    """Whether any keeper holds this rank's lock, as far as can be told."""
+    try:
+        fd = os.open(root / names.lock(rank), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(fd)
+    return False
+
+
 def _read(fd: int) -> Holder | None:
     try:
         return msgspec.json.decode(os.pread(fd, 4096, 0), type=Holder)

@@ -27,7 +27,7 @@ from stillframe.format.records import Failure
 from stillframe.keeper.commit import COORDINATOR, Coordinator, Member, Terms
 from stillframe.keeper.flush import Fingerprint, Flush, read_draft, report_failure
 from stillframe.keeper.lock import RootLock
-from stillframe.keeper.prune import Pruner, sweep
+from stillframe.keeper.prune import Pruner, remove_spares, sweep
 from stillframe.keeper.waiting import Waiting
 from stillframe.link import messages
 from stillframe.link.channel import Channel
@@ -70,7 +70,8 @@ class Keeper:
 
     def run(self) -> int:
         # SIGTERM too: it often goes to a whole job, whose trainer may still save.  The trainer's end is what counts.
-        for ignored in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
+        # SIGIO: somebody opens a file while durable.is_nobody_elses asks.
+        for ignored in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGIO):
             signal.signal(ignored, signal.SIG_IGN)
         try:
             self._take_root()
@@ -83,6 +84,8 @@ class Keeper:
         self._writers.shutdown()
         self._finisher.shutdown()
         self._waiting.finish()
+        with contextlib.suppress(OSError):
+            self._pruner.close()
         return 0
 
     def _take_root(self) -> None:
@@ -104,6 +107,8 @@ class Keeper:
                 self._lock.acquire()
                 if self._lock.is_held and (self._rank == 0 or self._catalog.rank is not None):
                     self._met_others = sweep(self._catalog, self._terms.attempt, "all" if self._is_alone else "partial")
+                    if self._catalog.rank is None:
+                        remove_spares(self._catalog, self._terms.world_size)
 
     # --- listening -------------------------------------------------------------------------
 

@@ -6,6 +6,8 @@ files whose names are stillframe's are ever removed.
 
 Of several ranks, rank 0 decides and renames the manifest, so that a rank that looks late still sees that there was
 one; each removes its own files, so that the work of one does not grow with their number; then rank 0 removes the rest.
+
+A segment that goes is kept as a spare, one for each rank, and written over by the next save.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from stillframe.errors import StillframeError
 from stillframe.format import limits, names
 from stillframe.format.names import RankFile
 from stillframe.format.records import decode_manifest
-from stillframe.keeper.lock import Life, life_of
+from stillframe.keeper.lock import Life, is_held, life_of
 from stillframe.retention import Keep
 from stillframe.storage import durable
 
@@ -36,6 +38,7 @@ class Pruner:
 
     def __init__(self, catalog: Catalog, keep: Keep, rank: int, attempt: str, is_alone: bool) -> None:
         self._is_alone = is_alone
+        self._keeps_spare = True
         self._catalog = catalog
         self._keep = keep
         self._rank = rank
@@ -94,7 +97,7 @@ class Pruner:
             is_overdue = time.monotonic() - since_s > _OVERDUE_S
             if is_overdue or not path.exists() or not any(map(names.parse_rank_file, os.listdir(path))):
                 del self._left[step]
-                _remove_files(path, self._is_removable)
+                _remove_files(path, self._is_removable, durable.remove)
 
     def _prune(self, complete_step: int | None) -> None:
         self._remove_left()
@@ -106,14 +109,29 @@ class Pruner:
                 self._remove_checkpoint(step)
         for step in self._catalog.damaged():
             if committed and step < committed[-1]:
-                _remove_files(self._catalog.dir(step), self._is_removable)
+                _remove_files(self._catalog.dir(step), self._is_removable, durable.remove)
 
     def _remove_own_files(self, step: int) -> None:
         """By name: a list of the directory would grow with the number of ranks."""
         path = self._catalog.dir(step)
         for name in (names.segment(self._rank, self._attempt), names.seal(self._rank, self._attempt)):
-            durable.remove(path / name)
+            self._remove(path / name)
         durable.remove_dir(path)
+
+    def _remove(self, path: Path) -> None:
+        """A file that no manifest names any more; a segment of ours is kept as a spare if there is none."""
+        file = names.parse_rank_file(path.name)
+        is_segment = file is not None and (file.rank, file.kind, file.is_partial) == (self._rank, "safetensors", False)
+        spare = self._catalog.root / names.spare(self._rank)
+        if is_segment and self._keeps_spare and not os.path.lexists(spare):
+            durable.move(path, spare)
+        else:
+            durable.remove(path)
+
+    def close(self) -> None:
+        """Nothing will be written any more."""
+        self._keeps_spare = False
+        durable.remove(self._catalog.root / names.spare(self._rank))
 
     def _is_removable(self, name: str) -> bool:
         """What goes with a checkpoint: everything of it, or in a root that is not shared what is this rank's."""
@@ -139,7 +157,7 @@ class Pruner:
             self._left[step] = time.monotonic()
             self._remove_own_files(step)
         else:
-            _remove_files(path, self._is_removable)
+            _remove_files(path, self._is_removable, self._remove)
 
 
 def _is_gone(path: Path) -> bool:
@@ -184,7 +202,7 @@ def sweep(catalog: Catalog, attempt: str, own: Literal["all", "partial", "nothin
         if catalog.is_committed(step):
             _remove_strangers(catalog, step, is_dead)
         elif not any(_is_verdict(name) for name in os.listdir(path)):
-            _remove_files(path, is_dead)
+            _remove_files(path, is_dead, durable.remove)
     return bool(living)
 
 
@@ -192,6 +210,14 @@ def _is_verdict(name: str) -> bool:
     """A manifest of any kind, damaged or whole: also one of ranks that did not share this root then."""
     manifest = names.parse_manifest(name)
     return manifest is not None and not manifest.is_partial and not manifest.is_pruned
+
+
+def remove_spares(catalog: Catalog, world_size: int) -> None:
+    """Those of ranks that an earlier, larger run had and this one has not."""
+    for name in os.listdir(catalog.root):
+        rank = names.parse_spare(name)
+        if rank is not None and rank >= world_size and not is_held(catalog.root, rank):
+            durable.remove(catalog.root / name)
 
 
 @contextlib.contextmanager
@@ -213,7 +239,7 @@ def _exclusive(manifest: Path) -> Iterator[bool]:
         os.close(fd)
 
 
-def _remove_files(path: Path, is_removable: Callable[[str], bool]) -> None:
+def _remove_files(path: Path, is_removable: Callable[[str], bool], remove: Callable[[Path], None]) -> None:
     """The files of these names; then the directory, if it is empty."""
     if path.is_symlink():
         return
@@ -223,7 +249,7 @@ def _remove_files(path: Path, is_removable: Callable[[str], bool]) -> None:
         return  # another rank has finished it
     for entry in entries:
         if is_removable(entry.name) and not entry.is_dir(follow_symlinks=False):
-            durable.remove(Path(entry))
+            remove(Path(entry))
     durable.remove_dir(path)
 
 

@@ -49,14 +49,17 @@ def _stop_being_direct(fd: int, error: OSError) -> bool:
 
 
 class WriteFile:
-    """A new file of known size, written at block-aligned places in any order, from any thread.
+    """A file of known size, written at block-aligned places in any order, from any thread.
+
+    ``is_reused``: the file is there already, and is written over.  Its blocks are allocated and written to, and none is
+    given back to the device: where that is told of every removed block, removing a file can take as long as writing it.
 
     Durability: nothing is promised before :meth:`finish` returns.
     """
 
-    def __init__(self, path: Path, size: int) -> None:
+    def __init__(self, path: Path, size: int, *, is_reused: bool = False) -> None:
         self._size = size
-        self._fd, self.is_direct = _open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        self._fd, self.is_direct = _open(path, os.O_WRONLY | (0 if is_reused else os.O_CREAT | os.O_TRUNC))
         try:
             self._reserve(round_up(size, BLOCK_BYTES))
         except OSError:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import stat
 from collections.abc import Iterator
@@ -123,6 +124,31 @@ def publish_new(partial: Path, final: Path) -> None:
         # It may or may not survive: take it back, so that a failure is a failure for everybody.
         remove(final)
         raise
+
+
+def move(source: Path, target: Path) -> None:
+    """Rename without any promise of durability: a crash may leave it under either name."""
+    os.rename(source, target)
+
+
+def is_nobody_elses(path: Path) -> bool:
+    """Whether a file can be written over without anybody noticing: it has one name, and nobody has it open or mapped.
+
+    The kernel tells by granting a write lease, which a file system that cannot know (one over the network) does not.
+    A process that asks must ignore SIGIO: that is what it gets if somebody opens the file just then.
+    """
+    try:
+        fd = open_file(path, os.O_WRONLY)
+    except OSError:
+        return False
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+        fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+        return os.fstat(fd).st_nlink == 1
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
 
 
 def remove(path: Path) -> None:

@@ -421,7 +421,11 @@ def collect(root: Path, count: int, console: Console) -> Collected:
 def commit_late(coordinator: Coordinator, aside: Path, last: Path) -> float:
     settled = threading.Event()
     thread = waiting.Waiting(
-        settle=lambda *_: settled.set(), tell=lambda *_: None, tidy=lambda: False, is_orphan=lambda: False
+        settle=lambda *_: settled.set(),
+        tell=lambda *_: None,
+        tidy=lambda: False,
+        is_orphan=lambda: False,
+        longest_s=waiting.longest_pause_s(1),
     )
     thread.add(COMMITTED_STEP, coordinator)
     while len(coordinator.awaited) > 1:
@@ -568,14 +572,19 @@ def arithmetic_table(commits: Sequence[Commits], collected: Sequence[Collected])
     if member:
         for group in GROUPS:
             rows.append((f"members' calls: {group}", [f"{member.of(group) * ranks:,.0f}" for ranks in sizes]))
-    rows.append(("members' looks per second of waiting", [f"{2 * ranks / waiting._LONGEST_S:,.0f}" for ranks in sizes]))
+    rows.append(
+        (
+            "members' looks per second of waiting",
+            [f"{3 * ranks / waiting.longest_pause_s(ranks):,.0f}" for ranks in sizes],
+        )
+    )
     columns = ("one step of so many ranks", *(f"{ranks:,}" for ranks in sizes))
     return make_table("up to 16,384 ranks", columns, [(name, *values) for name, values in rows])
 
 
 def pause_s(look_s: float) -> float:
     """The longest pause between two looks in vain."""
-    return max(waiting._LONGEST_S, look_s * waiting._LOAD)
+    return max(waiting.longest_pause_s(1), min(look_s * waiting._LOAD, waiting._LONGEST_LOAD_S))
 
 
 def fits(commits: Sequence[Commits], collected: Sequence[Collected]) -> dict[str, tuple[float, float]]:

@@ -34,8 +34,11 @@ _MAX_BYTES: dict[Kind, int] = {
 }
 
 
-HEAD_BYTES = 64 * 1024
-"""A seal's brief lies within these; it names a few teams."""
+HEAD_BYTES = 4096, 64 * 1024
+"""A seal's brief lies within the first of these, or, if it names many teams, within the second."""
+
+
+_BODY = b',"body":'
 
 
 class _Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -240,10 +243,15 @@ def decode_manifest(data: bytes, *, file: str) -> Manifest:
     return manifest
 
 
+def has_head(data: bytes) -> bool:
+    """Whether these first bytes of a seal hold its brief."""
+    return _BODY in data
+
+
 def decode_seal_head(data: bytes, *, file: str) -> tuple[SealBrief, str]:
-    """The brief, and the digest by which a manifest knows the seal, from its first ``HEAD_BYTES``."""
+    """The brief, and the digest by which a manifest knows the seal, from its first bytes (:func:`has_head`)."""
     try:
-        head = msgspec.json.decode(data.partition(b',"body":')[0] + b"}", type=_SealHead)
+        head = msgspec.json.decode(data.partition(_BODY)[0] + b"}", type=_SealHead)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise FormatError(f"{file} cannot be read: {error}") from None
     if (head.stillframe, head.kind) != (limits.VERSION, "seal") or not is_digest(head.xxh3_128):

@@ -32,6 +32,7 @@ from stillframe.format.records import (
     decode_failure,
     decode_seal,
     decode_seal_head,
+    has_head,
 )
 from stillframe.format.tree import DictNode, LeafNode, ListNode, Node, ObjectNode, ShardedNode, TupleNode
 from stillframe.keeper.flush import Flush
@@ -129,6 +130,7 @@ class Coordinator:
         missing = self.awaited
         if not missing:
             self._check_teams()
+            durable.sync_dir(self.flush.dir)  # a seal is seen from its rename on, and may not be durable yet
             self.flush.commit([self._entries[rank] for rank in range(self._terms.world_size)])
             return True
         gone = self._watch.gone(missing, is_orphan)
@@ -150,7 +152,10 @@ class Coordinator:
                 self._take(file.rank, self.flush.dir / name)
 
     def _take(self, rank: int, path: Path) -> None:
-        seal, known_by = decode_seal_head(durable.read_head(path, HEAD_BYTES), file=str(path))
+        head = durable.read_head(path, HEAD_BYTES[0])
+        if not has_head(head):
+            head = durable.read_head(path, HEAD_BYTES[1])
+        seal, known_by = decode_seal_head(head, file=str(path))
         if (seal.step, seal.rank, seal.attempt) != (self.flush.begin.step, rank, self._terms.attempt):
             raise FormatError(f"{path} is the seal of step {seal.step}, rank {seal.rank}")
         if seal.world_size != self._terms.world_size:

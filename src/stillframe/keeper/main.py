@@ -28,7 +28,7 @@ from stillframe.keeper.commit import COORDINATOR, Coordinator, Member, Terms
 from stillframe.keeper.flush import Fingerprint, Flush, read_draft, report_failure
 from stillframe.keeper.lock import RootLock
 from stillframe.keeper.prune import Pruner, remove_spares, sweep
-from stillframe.keeper.waiting import Waiting
+from stillframe.keeper.waiting import Waiting, longest_pause_s
 from stillframe.link import messages
 from stillframe.link.channel import Channel
 from stillframe.link.messages import FromKeeper, FromTrainer
@@ -66,7 +66,10 @@ class Keeper:
         self._failure = ""
         self._writers = ThreadPoolExecutor(_WRITERS, "stillframe-flush")
         self._finisher = ThreadPoolExecutor(1, "stillframe-finish")
-        self._waiting = Waiting(self._settle, self._tell_waiting, self._tidy, lambda: self._is_orphan)
+        crowd = terms.world_size if rank != COORDINATOR else 1
+        self._waiting = Waiting(
+            self._settle, self._tell_waiting, self._tidy, lambda: self._is_orphan, longest_pause_s(crowd)
+        )
 
     def run(self) -> int:
         # SIGTERM too: it often goes to a whole job, whose trainer may still save.  The trainer's end is what counts.

@@ -13,10 +13,12 @@ from stillframe.keeper.flush import Flush
 
 _FIRST_S = 0.005
 _LONGEST_S = 0.25
+_CROWD, _CROWDED_S = 64, 5.0
 _SLOWER = 1.5
 _LOAD = 10
 _LONGEST_LOAD_S = 2.0
-"""A look in vain takes at most a tenth of the time (it costs more where there are thousands of ranks), up to this."""
+"""Looks come less often the longer one waits.  One in vain takes at most a tenth of the time, up to this pause: with
+thousands of ranks it costs more."""
 _NEWS_S = 10.0
 _IDLE_S = 0.1
 """Between two looks whether other ranks have done what tidying up waits for."""
@@ -24,8 +26,16 @@ _LINGER_S = 1.0
 """How long a keeper stays for that when all else is done."""
 
 
+def longest_pause_s(crowd: int) -> float:
+    """Between two looks of one of so many: the more they are, the less often each asks the file system."""
+    return min(_LONGEST_S * max(crowd / _CROWD, 1.0), _CROWDED_S)
+
+
 class Waiting:
-    """``settle`` is called once for each, when it is committed or has failed; ``tell`` says who is waited for."""
+    """``settle`` is called once for each, when it is committed or has failed; ``tell`` says who is waited for.
+
+    ``longest_s``: between two looks.
+    """
 
     def __init__(
         self,
@@ -33,7 +43,9 @@ class Waiting:
         tell: Callable[[int, list[int]], None],
         tidy: Callable[[], bool],
         is_orphan: Callable[[], bool],
+        longest_s: float,
     ) -> None:
+        self._longest_s = longest_s
         self._settle = settle
         self._tell = tell
         self._tidy = tidy
@@ -93,8 +105,8 @@ class Waiting:
             if any(has_settled) or sum(len(commit.awaited) for _, commit in pending) < before:
                 pause_s = wait_s = _FIRST_S  # it was no look in vain: more is coming
             else:
-                pause_s = min(pause_s * _SLOWER, _LONGEST_S)
-                wait_s = min(max(pause_s, took_s * _LOAD), _LONGEST_LOAD_S)
+                pause_s = min(pause_s * _SLOWER, self._longest_s)
+                wait_s = max(pause_s, min(took_s * _LOAD, _LONGEST_LOAD_S))
             with self._changed:
                 if len(self._pending) == len(pending) - sum(has_settled):  # else another has come
                     self._changed.wait(wait_s)

@@ -5,13 +5,14 @@ BIN    := $(VENV)/bin
 # bf16 matmuls can die with SIGILL on virtual machines that show AMX but forbid it.
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE
 
-.PHONY: help demo demo-ranks test lint torture bench clean
+.PHONY: help demo demo-ranks test lint torture bench bench-ranks clean
 
 help:
 	@echo "make demo        train a small GPT, kill it, resume it, compare bit for bit (under 3 minutes)"
 	@echo "make demo-ranks  the same with FSDP2 on 2 ranks, one of them killed; then restored on 1 (under 2 minutes)"
 	@echo "make test        lint, types and all tests"
 	@echo "make bench       what it costs: ratios to the raw disk and to not saving"
+	@echo "make bench-ranks the same for two ranks, and for many keepers in one directory"
 	@echo "make torture     200 random SIGKILLs of a real training run, each resumed and compared"
 
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -40,6 +41,10 @@ torture: $(VENV)/.installed
 
 bench: $(VENV)/.installed
 	$(BIN)/python benchmarks/core.py
+
+bench-ranks: $(VENV)/.installed
+	$(BIN)/python benchmarks/ranks.py
+	$(BIN)/python benchmarks/scale.py
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis runs

@@ -72,5 +72,5 @@ def test_every_file_and_target_that_a_document_names_exists() -> None:
             assert (path.parent / name).exists(), f"{path.name} links to {name}"
         for name in re.findall(r"`((?:tests|benchmarks|demo|docs)/[\w./]+)`", text):
             assert (REPOSITORY / name).exists(), f"{path.name} names {name}"
-        for target in re.findall(r"`make (\w+)`", text):
+        for target in re.findall(r"`make ([\w-]+)`", text):
             assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"{path.name} names make {target}"

@@ -78,6 +78,16 @@ class Catalog:
     def is_committed(self, step: int) -> bool:
         return os.path.lexists(self.manifest_path(step))
 
+    def is_committed_otherwise(self, step: int) -> bool:
+        """Whether there are manifests of the other kind: of all ranks, or of some that did not share the root."""
+        try:
+            found = [names.parse_manifest(name) for name in os.listdir(self.dir(step))]
+        except OSError:
+            return False
+        return any(
+            each is not None and each.is_published and (each.rank is None) != (self.rank is None) for each in found
+        )
+
     def manifest_path(self, step: int) -> Path:
         return self.dir(step) / names.manifest(self.rank)
 

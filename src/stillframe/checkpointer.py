@@ -145,13 +145,17 @@ class Checkpointer:
         """
         began = time.monotonic()
         self._check_open("save")
-        self._raise_failures()
         step = check_step(step)
         self._check_new(step)
-        walk = Walk(state)
-        plan = self._plan
-        if plan is None or not plan.fits(walk):
-            plan = self._plan = make_plan(walk, self._devices, self._seat)
+        try:
+            self._raise_failures()
+            walk = Walk(state)
+            plan = self._plan
+            if plan is None or not plan.fits(walk):
+                plan = self._plan = make_plan(walk, self._devices, self._seat)
+        except StillframeError as error:
+            self._keepers.refuse(step, error)
+            raise
         draft = SealDraft(
             step=step,
             rank=self._group.rank,
@@ -330,7 +334,8 @@ class Checkpointer:
             self._catalog.is_committed(step) or any(save.step == step for save in self._ledger.in_flight)
         ):
             raise ExistsError(
-                f"step {step} is already a checkpoint in {self._catalog.root}, or is being saved right now"
+                f"step {step} is already a checkpoint in {self._catalog.root}, or is being saved right now: "
+                "restore() first and go on after the step it returns, or use another root"
             )
 
     @property
@@ -338,7 +343,7 @@ class Checkpointer:
         """Where this rank stands among those that hold parts of the same tensors."""
         group = self._group
         knows_ranks = group.world_size > 1 and group.is_global
-        return Seat(group.rank, knows_ranks, writes_once=knows_ranks and self._catalog.rank is None)
+        return Seat(group.rank, group.world_size, knows_ranks, writes_once=knows_ranks and self._catalog.rank is None)
 
     def _committed(self, step: int) -> None:
         if self._catalog.rank is not None:

@@ -13,12 +13,15 @@ Its cost per rank does not grow with the number of ranks, but for rank 0, which 
 
 from __future__ import annotations
 
-import contextlib
 import itertools
+import logging
 import os
+import queue
 import secrets
+import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -32,8 +35,14 @@ from stillframe import errors
 from stillframe.errors import ConfigError, DeadlineError, StillframeError
 from stillframe.units import format_ranks
 
+logger = logging.getLogger("stillframe")
+
 _T = TypeVar("_T")
+_R = TypeVar("_R")
 _FIRST_S, _LONGEST_S = 0.001, 0.2
+_MOMENT_S = 0.05
+_TELL_S = 10.0
+"""After so long, a wait is mentioned."""
 _VERDICT_S = 10.0
 """How much longer than rank 0 the others wait: so its error, which names the missing ranks, comes first."""
 _numbers = itertools.count(1)
@@ -78,6 +87,9 @@ class Group:
         self._name = ""
         self._sealed: list[int] = []
         self._complete = -1
+        self._asking: Future[None] | None = None
+        self._turns: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._talker: threading.Thread | None = None
 
     @property
     def is_global(self) -> bool:
@@ -113,14 +125,11 @@ class Group:
                 raise own
             return judge([Outcome(0, value, own)])
         said = _Said(msgspec.Raw(msgspec.json.encode(value)), _record(own) if own else None)
+        exchange = self._aside(lambda: self._exchange(about, said, judge))
+        if not wait([exchange], 2 * (self.deadline_s + _VERDICT_S)).done:
+            raise DeadlineError(f"{about}: the store of torch.distributed does not answer; is its host still there?")
         try:
-            key = f"{self._session(about)}/{next(self._rounds)}"
-            self._store.set(f"{key}/{self.rank}", msgspec.json.encode(said))
-            if self.rank == 0:
-                verdict = self._judge(key, about, judge)
-                self._store.set(f"{key}/verdict", msgspec.json.encode(verdict))
-            else:
-                verdict = self._verdict(key, about)
+            verdict = exchange.result()
         except StillframeError:
             raise
         except (RuntimeError, OSError) as error:
@@ -128,6 +137,35 @@ class Group:
         if verdict.error is not None:
             raise own or errors.from_record(*verdict.error)
         return msgspec.json.decode(verdict.value, type=into)
+
+    def _aside(self, work: Callable[[], _R]) -> Future[_R]:
+        """Talk to the store on a thread that nobody has to wait for: a store whose host hangs never answers."""
+        if self._talker is None:
+            self._talker = threading.Thread(target=self._talk, name="stillframe-agree", daemon=True)
+            self._talker.start()
+        future: Future[_R] = Future()
+
+        def turn() -> None:
+            try:
+                future.set_result(work())
+            except BaseException as error:
+                future.set_exception(error)
+
+        self._turns.put(turn)
+        return future
+
+    def _talk(self) -> None:
+        while True:
+            self._turns.get()()
+
+    def _exchange(self, about: str, said: _Said, judge: Callable[[list[Outcome]], Any]) -> _Said:
+        key = f"{self._session(about)}/{next(self._rounds)}"
+        self._store.set(f"{key}/{self.rank}", msgspec.json.encode(said))
+        if self.rank != 0:
+            return self._verdict(key, about)
+        verdict = self._judge(key, about, judge)
+        self._store.set(f"{key}/verdict", msgspec.json.encode(verdict))
+        return verdict
 
     def _session(self, about: str) -> str:
         """A name that only the ranks of this life know.
@@ -144,11 +182,11 @@ class Group:
             call = secrets.token_hex(8)
             self._store.set(f"{self._prefix}/call/{self.rank}", call)
             answer = f"{self._prefix}/answer/{call}"
-            if not self._wait([answer], self.deadline_s + _VERDICT_S):
+            if not self._wait([answer], self.deadline_s + _VERDICT_S, about):
                 raise self._silence(about)
             name = self._store.get(answer).decode()
             self._store.set(f"{name}/here/{self.rank}", b"1")
-            if not self._wait([f"{name}/all"], self.deadline_s + _VERDICT_S):
+            if not self._wait([f"{name}/all"], self.deadline_s + _VERDICT_S, about):
                 raise self._silence(about)
             missing = self._store.get(f"{name}/all").decode()
             if missing:
@@ -158,13 +196,14 @@ class Group:
 
     def _answer(self, name: str, about: str) -> None:
         """Rank 0: answer every call until all have heard; raises, here and there, if some do not come."""
-        end = time.monotonic() + self.deadline_s
+        began = time.monotonic()
+        is_told = False
         answered: dict[int, bytes] = {}
         missing = list(range(1, self.world_size))
         pause_s = _FIRST_S
         while True:
             missing = [rank for rank in missing if not self._store.check([f"{name}/here/{rank}"])]
-            if not missing or time.monotonic() > end:
+            if not missing or time.monotonic() - began > self.deadline_s:
                 break
             for rank in missing:
                 if self._store.check([f"{self._prefix}/call/{rank}"]):
@@ -172,12 +211,20 @@ class Group:
                     if answered.get(rank) != call:
                         answered[rank] = call
                         self._store.set(f"{self._prefix}/answer/{call.decode()}", name)
+            if time.monotonic() - began > _TELL_S and not is_told:
+                is_told = True
+                self._tell(about, missing)
             time.sleep(pause_s)
             pause_s = min(pause_s * 1.5, _LONGEST_S)
         error = self._absence(missing, about) if missing else None
         self._store.set(f"{name}/all", str(error) if error else "")
         if error:
             raise error
+
+    def _tell(self, about: str, missing: list[int]) -> None:
+        logger.warning(
+            "%s: rank %d is waiting for %s (up to %g s)", about, self.rank, format_ranks(missing), self.deadline_s
+        )
 
     def _absence(self, missing: list[int], about: str) -> DeadlineError:
         return DeadlineError(
@@ -194,7 +241,7 @@ class Group:
     def _judge(self, key: str, about: str, judge: Callable[[list[Outcome]], Any]) -> _Said:
         keys = [f"{key}/{rank}" for rank in range(self.world_size)]
         try:
-            if not self._wait(keys, self.deadline_s):
+            if not self._wait(keys, self.deadline_s, about):
                 missing = [rank for rank, each in enumerate(keys) if not self._store.check([each])]
                 raise self._absence(missing, about)
             outcomes = []
@@ -203,21 +250,27 @@ class Group:
                 error = errors.from_record(*said.error) if said.error else None
                 outcomes.append(Outcome(rank, msgspec.json.decode(said.value), error))
             return _Said(msgspec.Raw(msgspec.json.encode(judge(outcomes))))
-        except StillframeError as error:
-            return _Said(error=errors.to_record(error))
+        except Exception as error:  # also one of ours: the others must not wait for a verdict that never comes
+            return _Said(error=_record(error))
 
     def _verdict(self, key: str, about: str) -> _Said:
-        if not self._wait([f"{key}/verdict"], self.deadline_s + _VERDICT_S):
+        if not self._wait([f"{key}/verdict"], self.deadline_s + _VERDICT_S, about):
             raise self._silence(about)
         return msgspec.json.decode(self._store.get(f"{key}/verdict"), type=_Said)
 
-    def _wait(self, keys: Sequence[str], timeout_s: float) -> bool:
+    def _wait(self, keys: Sequence[str], timeout_s: float, about: str) -> bool:
         """Whether they all came in time.  Looks now and then (a wait of the store's own cannot be interrupted)."""
-        end = time.monotonic() + timeout_s
+        began = time.monotonic()
+        is_told = False
         pause_s = _FIRST_S
         while not self._store.check(list(keys)):
-            if time.monotonic() > end:
+            waited_s = time.monotonic() - began
+            if waited_s > timeout_s:
                 return False
+            if waited_s > _TELL_S and not is_told:
+                is_told = True
+                missing = [rank for rank, each in enumerate(keys) if not self._store.check([each])]
+                self._tell(about, missing if self.rank == 0 else [0])
             time.sleep(pause_s)
             pause_s = min(pause_s * 1.5, _LONGEST_S)
         return True
@@ -225,21 +278,26 @@ class Group:
     # --- roots that are not shared ---------------------------------------------------------
 
     def note_sealed(self, step: int) -> None:
-        """This rank has sealed a step.  Waits for nobody; a store that is gone is no error: then nobody asks either."""
-        with contextlib.suppress(RuntimeError, OSError):
+        """This rank has sealed a step.  Waits for nobody."""
+
+        def note() -> None:
             self._store.add(f"{self._name}/sealed/{step}", 1)
-        self._sealed.append(step)
+            self._sealed.append(step)
+
+        self._aside(note)
 
     def complete_step(self) -> int:
-        """The newest step that every rank has sealed, as far as is known now; -1 if none."""
-        with contextlib.suppress(RuntimeError, OSError):
-            for step in sorted(self._sealed, reverse=True):
-                if step <= self._complete:
-                    break
-                if int(self._store.add(f"{self._name}/sealed/{step}", 0)) >= self.world_size:
-                    self._complete = step
-        self._sealed = [step for step in self._sealed if step > self._complete]
+        """The newest step that every rank has sealed, as far as is known; -1 if none.  Waits for a moment at most."""
+        if self._asking is None or self._asking.done():
+            self._asking = self._aside(self._find_complete)
+            wait([self._asking], _MOMENT_S)
         return self._complete
+
+    def _find_complete(self) -> None:
+        for step in sorted(self._sealed, reverse=True):
+            if step > self._complete and self._store.add(f"{self._name}/sealed/{step}", 0) >= self.world_size:
+                self._complete = step
+        self._sealed = [step for step in self._sealed if step > self._complete]
 
 
 def _record(error: Exception) -> tuple[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import socket
 
@@ -32,6 +33,8 @@ class _Attempt(msgspec.Struct, frozen=True):
 
 def resolve_root(root: str | os.PathLike[str], shared: bool | None, group: Group) -> tuple[str, bool]:
     """The directory of this rank, and whether all ranks see the same one."""
+    if shared is not None and not isinstance(shared, bool):
+        raise ConfigError(f"shared={shared!r}: give True, False or None")
     text = os.fspath(root)
     if not isinstance(text, str):
         raise ConfigError(f"root={root!r}: give a str or a path")
@@ -40,6 +43,8 @@ def resolve_root(root: str | os.PathLike[str], shared: bool | None, group: Group
             raise ConfigError(f"root={text!r} is another one on each node, so shared=True cannot be")
         shared = False
         text = text.replace(NODE, os.environ.get("STILLFRAME_NODE") or socket.gethostname())
+    if re.search(r"\{\w*\}", text):
+        raise ConfigError(f"root={text!r}: {NODE} is the only thing in braces that is replaced")
     return text, shared is not False or group.world_size == 1
 
 

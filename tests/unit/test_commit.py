@@ -27,6 +27,12 @@ STEP = 7
 
 def sealed(root: Path, rank: int, world_size: int = 3, attempt: str = ATTEMPT, tensors: tuple[str, ...] = ()) -> Flush:
     """A rank's part of the step, without data, as its keeper leaves it."""
+    flush = unsealed(root, rank, world_size, attempt, tensors)
+    flush.seal()
+    return flush
+
+
+def unsealed(root: Path, rank: int, world_size: int, attempt: str = ATTEMPT, tensors: tuple[str, ...] = ()) -> Flush:
     nodes = [ShardedNode(name, "F32", (4,), [Part(rank, (rank,), (1,))]) for name in tensors]
     teams = [Team(digest(b"all"), world_size, digest(repr(tensors).encode()))] if tensors else []
     draft = SealDraft(
@@ -35,9 +41,7 @@ def sealed(root: Path, rank: int, world_size: int = 3, attempt: str = ATTEMPT, t
     )  # fmt: skip
     header = encode_header([], {})
     begin = Begin(1, STEP, 0.0, len(header), 0, 0, "", ())
-    flush = Flush(begin, header, draft, Catalog(root), threading.Lock())
-    flush.seal()
-    return flush
+    return Flush(begin, header, draft, Catalog(root), threading.Lock())
 
 
 def terms(root: Path, world_size: int = 3, deadline_s: float = 60.0) -> Terms:
@@ -119,6 +123,40 @@ def test_a_member_takes_back_its_files_only_on_the_word_of_rank_0(tmp_path: Path
     assert not late.flush.is_promised
 
 
+def test_a_seal_is_promised_from_its_rename_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The directory's fsync fails after it: rank 0 may have counted the seal all the same."""
+
+    def renamed_only(partial: Path, final: Path) -> None:
+        partial.rename(final)
+        if final.name == names.seal(1, ATTEMPT):
+            raise OSError(5, "Input/output error")
+
+    flush = unsealed(tmp_path, 1, 2)
+    flush.is_counted = True
+    monkeypatch.setattr("stillframe.storage.durable.publish", renamed_only)
+    with pytest.raises(StorageError):
+        flush.seal()
+    assert flush.is_promised
+
+
+def test_a_manifest_that_is_renamed_while_a_member_looks_is_found_the_next_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit = coordinator(tmp_path, 2)
+    member = Member(sealed(tmp_path, 1, 2), terms(tmp_path, 2), has_locks=True)
+    assert commit.poll(is_orphan=False)
+    manifest = Catalog(tmp_path).manifest_path(STEP)
+
+    def rename_first(path: Path, count: int) -> bytes:
+        monkeypatch.undo()
+        manifest.rename(manifest.with_name(names.pruned_manifest()))
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr("stillframe.storage.durable.read_head", rename_first)
+    assert not member.poll(is_orphan=False)
+    assert member.poll(is_orphan=False)
+
+
 def test_the_deadline_names_the_missing_ranks_and_what_they_did_instead(tmp_path: Path) -> None:
     commit = coordinator(tmp_path, 4, deadline_s=-1.0)
     sealed(tmp_path, 1, 4)
@@ -142,7 +180,10 @@ def test_a_keeper_that_is_gone_ends_the_wait_long_before_the_deadline(
     os.close(lock._fd)
     assert life_of(tmp_path, 1, ATTEMPT) is Life.GONE
     assert not commit.poll(is_orphan=False)  # its seal may have come between the listing and this look
-    with pytest.raises(KeeperError, match="rank 1 ended before sealing"):
+    with pytest.raises(KeeperError, match="rank 1 ended without saving it; every rank must save the same steps"):
+        commit.poll(is_orphan=False)
+    (commit.flush.dir / (names.segment(1, ATTEMPT) + names.PARTIAL)).touch()
+    with pytest.raises(KeeperError, match="rank 1 ended before sealing it"):
         commit.poll(is_orphan=False)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -13,6 +14,7 @@ from torch._C._distributed_c10d import HashStore
 from stillframe import group
 from stillframe.errors import ConfigError, DeadlineError, IntegrityError, MismatchError
 from stillframe.group import Group, Outcome, check_same, join_group
+from tests.support import until
 
 
 @pytest.fixture
@@ -109,9 +111,22 @@ def test_the_newest_step_that_all_have_sealed(ranks: list[Group]) -> None:
         each.note_sealed(1)
     for each in ranks[:2]:
         each.note_sealed(2)
-    assert [each.complete_step() for each in ranks] == [1, 1, 1]
+    until(lambda: [each.complete_step() for each in ranks] == [1, 1, 1], "step 1 is complete")
     ranks[2].note_sealed(2)
-    assert [each.complete_step() for each in ranks] == [2, 2, 2]
+    until(lambda: [each.complete_step() for each in ranks] == [2, 2, 2], "step 2 is complete")
+
+
+def test_a_store_that_does_not_answer_ends_at_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Stuck:
+        def __getattr__(self, name: str) -> Any:
+            return lambda *_: threading.Event().wait(30)
+
+    monkeypatch.setattr(group, "_VERDICT_S", 0.1)
+    alone = Group(1, 2, Stuck(), deadline_s=0.1)
+    with pytest.raises(DeadlineError, match="does not answer"):
+        alone.decide("waiting", lambda: 1, total, int)
+    alone.note_sealed(1)
+    assert alone.complete_step() == -1
 
 
 @pytest.mark.parametrize(

@@ -160,3 +160,28 @@ def test_spares_of_ranks_that_there_are_no_more_go(tmp_path: Path) -> None:
     RootLock(tmp_path, 3, OTHER).acquire()
     remove_spares(Catalog(tmp_path), 2)
     assert [rank for rank in range(4) if (tmp_path / names.spare(rank)).exists()] == [0, 1, 3]
+
+
+def test_remains_of_a_damaged_step_go_but_not_what_is_being_saved_again(root: Path) -> None:
+    Catalog(root).mark_damaged(1)
+    write(root, 1, 1, attempt=OTHER)
+    first = pruner(root, 0)
+    first.committed(2, None)
+    assert files(root, 1) == rank_files(0) | rank_files(1)  # another rank may be saving it again in this attempt
+
+
+def test_what_has_just_been_committed_stays_whatever_its_number(root: Path) -> None:
+    """Somebody has gone back and saves lower steps."""
+    write(root, 0, 0, 1)
+    commit(root, 0)
+    pruner(root, 0).committed(0, None)
+    assert Catalog(root).steps() == [0, 2]
+
+
+def test_files_that_a_manifest_of_the_other_kind_names_are_left_alone(root: Path) -> None:
+    write(root, 1, 1, attempt=OTHER)
+    commit(root, 1, OTHER, rank=1)
+    before = files(root, 1) - {names.MANIFEST}
+    sweep(Catalog(root), ATTEMPT, "partial")
+    pruner(root, 0).committed(2, None)
+    assert files(root, 1) == before

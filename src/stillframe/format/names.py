@@ -88,9 +88,17 @@ def parse_rank_file(name: str) -> RankFile | None:
 class ManifestFile:
     rank: int | None
     is_pruned: bool
+    is_damaged: bool
     is_partial: bool
+
+    @property
+    def is_published(self) -> bool:
+        return not (self.is_pruned or self.is_damaged or self.is_partial)
 
 
 def parse_manifest(name: str) -> ManifestFile | None:
     found = _MANIFEST.fullmatch(name)
-    return ManifestFile(int(found[1]) if found[1] else None, found[2] == ".pruned", bool(found[3])) if found else None
+    if found is None:
+        return None
+    rank = int(found[1]) if found[1] else None
+    return ManifestFile(rank, found[2] == ".pruned", found[2] == ".damaged", bool(found[3]))

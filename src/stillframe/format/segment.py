@@ -36,6 +36,10 @@ NUMPY_DTYPES = {
 """How numpy writes the dtypes that it has too."""
 
 
+OF_TEAM = "~@"
+"""Stands between the name of a tensor that some of the ranks hold and the digest of these; no path reads like this."""
+
+
 class Whole(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The tensor that a shard is a box of: its name in every seal, its shape, and where in it the box begins."""
 

@@ -34,6 +34,7 @@ from stillframe.format.records import (
     decode_seal_head,
     has_head,
 )
+from stillframe.format.segment import OF_TEAM
 from stillframe.format.tree import DictNode, LeafNode, ListNode, Node, ObjectNode, ShardedNode, TupleNode
 from stillframe.keeper.flush import Flush
 from stillframe.keeper.lock import Life, life_of
@@ -41,6 +42,7 @@ from stillframe.storage import durable
 from stillframe.units import format_ranks
 
 COORDINATOR = 0
+_ADVICE = "every rank must save the same steps"
 _MEMBERS_WAIT_LONGER_S = 10.0
 """So that the coordinator's error, which knows more, comes first."""
 _LOOK_AT_LOCKS_S = 0.5
@@ -135,11 +137,17 @@ class Coordinator:
             return True
         gone = self._watch.gone(missing, is_orphan)
         if self._seen_gone.intersection(gone):  # twice: its seal may have come between the listing and the look
-            raise KeeperError(f"{_not_committed(self.flush.begin.step)}: {format_ranks(gone)} ended before sealing it")
+            raise KeeperError(f"{_not_committed(self.flush.begin.step)}: {self._end_of(gone)}")
         self._seen_gone.update(gone)
         if self._watch.waited_s > self._terms.deadline_s:
             raise DeadlineError(self._lateness(missing))
         return False
+
+    def _end_of(self, gone: list[int]) -> str:
+        begun = {file.rank for name in os.listdir(self.flush.dir) if (file := names.parse_rank_file(name))}
+        if begun.isdisjoint(gone):
+            return f"{format_ranks(gone)} ended without saving it; {_ADVICE}"
+        return f"{format_ranks(gone)} ended before sealing it"
 
     def _take_seals(self) -> None:
         for name in os.listdir(self.flush.dir):
@@ -206,7 +214,7 @@ class Coordinator:
     def _tensors(self, rank: int) -> dict[str, str]:
         path = self.flush.dir / names.seal(rank, self._terms.attempt)
         seal, _ = decode_seal(durable.read_small(path, limits.MAX_SEAL_BYTES), file=str(path))
-        return {node.tensor: f"{node.dtype}{list(node.shape)}" for node in _sharded(seal.tree)}
+        return {node.tensor.split(OF_TEAM)[0]: f"{node.dtype}{list(node.shape)}" for node in _sharded(seal.tree)}
 
     def _lateness(self, missing: list[int]) -> str:
         text = (
@@ -215,18 +223,19 @@ class Coordinator:
         )
         elsewhere = self._newest_step_of(missing[0])
         if elsewhere is not None:
-            text += f" (rank {missing[0]} has sealed step {elsewhere}: do all ranks save the same steps?)"
+            text += f" (rank {missing[0]} has sealed step {elsewhere}); {_ADVICE}"
         return text
 
     def _newest_step_of(self, rank: int) -> int | None:
-        """The newest other step, not committed either, that a missing rank has sealed; for a message."""
+        """Another step, later or not committed either, that a missing rank has sealed; for a message."""
         seal = names.seal(rank, self._terms.attempt)
         steps = [names.parse_step_dir(name) for name in os.listdir(self._terms.root)]
         sealed = [
             step for step in steps if step is not None and (self._terms.root / names.step_dir(step) / seal).exists()
         ]
         catalog = Catalog(self._terms.root)
-        return max((step for step in sealed if not catalog.is_committed(step)), default=None)
+        now = self.flush.begin.step
+        return max((step for step in sealed if step > now or not catalog.is_committed(step)), default=None)
 
 
 class Member:
@@ -251,7 +260,11 @@ class Member:
         manifest = next((each for each in (self._manifest, self._pruned) if each.exists()), None)
         if manifest is not None:
             # The attempt stands in its first bytes; there may be megabytes of ranks behind.
-            if f'"attempt":"{self._terms.attempt}"'.encode() not in durable.read_head(manifest, _HEAD_BYTES):
+            try:
+                head = durable.read_head(manifest, _HEAD_BYTES)
+            except FileNotFoundError:
+                return False  # retention has just renamed it: the next look finds it
+            if f'"attempt":"{self._terms.attempt}"'.encode() not in head:
                 raise ExistsError(f"step {step} was committed by another run in {self._terms.root}")
             return True
         if self._failure.exists():
@@ -259,11 +272,10 @@ class Member:
             raise _failure(self._failure)
         is_gone = self._watch.gone([COORDINATOR], is_orphan)
         if is_gone and not self._manifest.exists() and not self._pruned.exists():
-            raise KeeperError(f"{_not_committed(step)}: the keeper of rank 0 ended before committing it")
+            raise KeeperError(f"{_not_committed(step)}: rank 0 ended before committing it; {_ADVICE}")
         if self._watch.waited_s > self._terms.deadline_s + _MEMBERS_WAIT_LONGER_S:
             raise DeadlineError(
-                f"step {step} is sealed here, but rank 0 did not commit it within {self._terms.deadline_s:g} s; "
-                "do all ranks save the same steps?"
+                f"{_not_committed(step)}: rank 0 did not commit it within {self._terms.deadline_s:g} s; {_ADVICE}"
             )
         return False
 

@@ -59,6 +59,8 @@ class Flush:
         self.error: Exception | None = None
         self.staged_s: float | None = None
         self.pending: list[Future[None]] = []
+        self.is_counted = False
+        """Another rank counts the seal."""
         self.is_promised = False
         """It is sealed, and another rank may commit it: its files must stay."""
         self.dir = catalog.dir(begin.step)
@@ -186,6 +188,7 @@ class Flush:
             path = self._seal_path
             partial = path.with_name(path.name + names.PARTIAL)
             durable.write_partial(partial, data)
+            self.is_promised = self.is_counted  # from its rename on, whether that is durable or not
             durable.publish(partial, path)
         self._entry = RankEntry(self.draft.rank, segment.file, segment.bytes, path.name, known_by)
 

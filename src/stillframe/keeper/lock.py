@@ -26,7 +26,7 @@ GRACE_S = 5.0
 FINISH_S = 240.0
 """Less than what a trainer waits for its keeper (link.process.STALL_S)."""
 _POLL_S = 0.05
-_NO_LOCKS = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS}
+NO_LOCKS = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS}
 
 
 class Holder(msgspec.Struct, frozen=True):
@@ -137,7 +137,7 @@ class RootLock:
                 time.sleep(_POLL_S)
             except OSError as error:
                 os.close(fd)
-                if error.errno in _NO_LOCKS:
+                if error.errno in NO_LOCKS:
                     self._is_unsupported = True
                     return
                 raise

@@ -61,7 +61,7 @@ class Keeper:
         self._complete_step = -1
         self._met_others = False
         """Keepers of another attempt were still at work when we swept."""
-        self._pruner = Pruner(self._catalog, keep, rank, terms.attempt, self._is_alone)
+        self._pruner = Pruner(self._catalog, keep, rank, terms.attempt, self._is_alone, self._steps_in_flight)
         self._tidying = threading.Lock()
         self._failure = ""
         self._writers = ThreadPoolExecutor(_WRITERS, "stillframe-flush")
@@ -99,7 +99,7 @@ class Keeper:
             # A root that cannot be written can still be restored from; saves will say what is wrong.
             warning = f"nothing can be saved for now: {error}"
         if self._lock.previous_failure:
-            warning = f"the run before could not commit a staged checkpoint: {self._lock.previous_failure}"
+            warning = f"a checkpoint of the run before is lost: {self._lock.previous_failure}"
         self._tell(messages.Ready(warning))
 
     def _lock_root(self) -> None:
@@ -175,6 +175,7 @@ class Keeper:
         # Only a step that is saved again may be just being pruned; else nothing waits for a removal: it may take long.
         is_again = self._is_alone and self._catalog.dir(message.step).exists()
         flush = Flush(message, header, draft, self._catalog, self._tidying if is_again else threading.Lock())
+        flush.is_counted = not self._is_alone and self._rank != COORDINATOR
         self._complete_step = max(self._complete_step, message.complete_step)
         self._pruner.begun(message.step)
         flush.attempt(self._lock_root)
@@ -203,7 +204,6 @@ class Keeper:
         elif self._rank == COORDINATOR:
             self._waiting.add(save, Coordinator(flush, self._terms, self._lock.is_supported))
         else:
-            flush.is_promised = True
             self._waiting.add(save, Member(flush, self._terms, self._lock.is_supported))
 
     def _settle(self, save: int, flush: Flush) -> None:
@@ -234,6 +234,9 @@ class Keeper:
 
     def _tell_waiting(self, save: int, ranks: list[int]) -> None:
         self._tell(messages.Waiting(save, tuple(ranks[:_MAX_TOLD])))
+
+    def _steps_in_flight(self) -> set[int]:
+        return {flush.begin.step for flush in list(self._flushes.values())}
 
     def _tidy(self) -> bool:
         """What the policy has let go meanwhile; tells whether there may be more."""
@@ -281,7 +284,7 @@ class Keeper:
             flush.discard()
         kind, message = errors.to_record(flush.error)
         self._report(flush.begin.step, kind, message)
-        self._note(f"step {flush.begin.step}: {message}")
+        self._note(message if message.startswith("step ") else f"step {flush.begin.step}: {message}")
         self._tell(messages.Failed(save, kind, message))
 
     def _note(self, failure: str) -> None:

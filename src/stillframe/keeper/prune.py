@@ -13,6 +13,7 @@ A segment that goes is kept as a spare, one for each rank, and written over by t
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import time
@@ -25,7 +26,7 @@ from stillframe.errors import StillframeError
 from stillframe.format import limits, names
 from stillframe.format.names import RankFile
 from stillframe.format.records import decode_manifest
-from stillframe.keeper.lock import Life, is_held, life_of
+from stillframe.keeper.lock import NO_LOCKS, Life, is_held, life_of
 from stillframe.retention import Keep
 from stillframe.storage import durable
 
@@ -36,7 +37,17 @@ _OVERDUE_S = 600.0
 class Pruner:
     """Applies the policy after each commit.  Thread: one at a time, under the keeper's tidying lock."""
 
-    def __init__(self, catalog: Catalog, keep: Keep, rank: int, attempt: str, is_alone: bool) -> None:
+    def __init__(
+        self,
+        catalog: Catalog,
+        keep: Keep,
+        rank: int,
+        attempt: str,
+        is_alone: bool,
+        in_flight: Callable[[], set[int]] = set,
+    ) -> None:
+        self._in_flight = in_flight
+        self._newest = -1
         self._is_alone = is_alone
         self._keeps_spare = True
         self._catalog = catalog
@@ -76,6 +87,7 @@ class Pruner:
         ``complete_step``: in a root that is not shared, the newest step that all ranks have; nothing after it goes.
         """
         self._own.add(step)
+        self._newest = step
         if self._keep != Keep():
             if self._decides:
                 self._prune(complete_step)
@@ -103,13 +115,14 @@ class Pruner:
         self._remove_left()
         committed = self._catalog.steps()
         settled = [step for step in committed if complete_step is None or step <= complete_step]
-        kept = self._keep.keeps(settled)
+        kept = self._keep.keeps(settled) | {self._newest}  # whatever its number: somebody may have gone back
         for step in settled:
             if step not in kept:
                 self._remove_checkpoint(step)
         for step in self._catalog.damaged():
-            if committed and step < committed[-1]:
-                _remove_files(self._catalog.dir(step), self._is_removable, durable.remove)
+            is_free = step not in self._in_flight() and not self._catalog.is_committed_otherwise(step)
+            if committed and step < committed[-1] and is_free:
+                _remove_files(self._catalog.dir(step), self._is_remains, durable.remove)
 
     def _remove_own_files(self, step: int) -> None:
         """By name: a list of the directory would grow with the number of ranks."""
@@ -124,7 +137,8 @@ class Pruner:
         is_segment = file is not None and (file.rank, file.kind, file.is_partial) == (self._rank, "safetensors", False)
         spare = self._catalog.root / names.spare(self._rank)
         if is_segment and self._keeps_spare and not os.path.lexists(spare):
-            durable.move(path, spare)
+            with contextlib.suppress(FileNotFoundError):
+                durable.move(path, spare)
         else:
             durable.remove(path)
 
@@ -138,6 +152,11 @@ class Pruner:
         file = names.parse_rank_file(name) or names.parse_manifest(name)
         is_everything = self._catalog.rank is None and isinstance(file, RankFile)
         return file is not None and (is_everything or file.rank == self._catalog.rank)
+
+    def _is_remains(self, name: str) -> bool:
+        """Of a damaged checkpoint; another rank may be saving the step again already, in this attempt."""
+        file = names.parse_rank_file(name)
+        return self._is_removable(name) and (file is None or file.attempt != self._attempt)
 
     def _remove_checkpoint(self, step: int) -> None:
         path = self._catalog.dir(step)
@@ -153,6 +172,8 @@ class Pruner:
                 durable.remove(self._catalog.manifest_path(step))
                 durable.sync_dir(path)
         self._own.discard(step)
+        if self._catalog.is_committed_otherwise(step):
+            return
         if is_ours:
             self._left[step] = time.monotonic()
             self._remove_own_files(step)
@@ -199,6 +220,8 @@ def sweep(catalog: Catalog, attempt: str, own: Literal["all", "partial", "nothin
 
     for step in catalog.step_dirs():
         path = catalog.dir(step)
+        if catalog.is_committed_otherwise(step):
+            continue  # its files belong to a checkpoint that this catalog does not see
         if catalog.is_committed(step):
             _remove_strangers(catalog, step, is_dead)
         elif not any(_is_verdict(name) for name in os.listdir(path)):
@@ -207,7 +230,7 @@ def sweep(catalog: Catalog, attempt: str, own: Literal["all", "partial", "nothin
 
 
 def _is_verdict(name: str) -> bool:
-    """A manifest of any kind, damaged or whole: also one of ranks that did not share this root then."""
+    """A manifest, damaged or whole."""
     manifest = names.parse_manifest(name)
     return manifest is not None and not manifest.is_partial and not manifest.is_pruned
 
@@ -224,15 +247,15 @@ def remove_spares(catalog: Catalog, world_size: int) -> None:
 def _exclusive(manifest: Path) -> Iterator[bool]:
     """Holds the manifest's lock, so that nobody begins to read what is going; tells whether it could be had."""
     try:
-        fd = durable.open_file(manifest)
-    except OSError:
-        yield True  # nobody can read it either
+        fd = durable.open_file(manifest, os.O_RDWR)  # over NFS, an exclusive lock needs a file open for writing
+    except OSError as error:
+        yield error.errno in (errno.ENOENT, errno.ELOOP, errno.EISDIR)  # then nobody can read it either
         return
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         is_free = True
     except OSError as error:
-        is_free = not isinstance(error, BlockingIOError)
+        is_free = error.errno in NO_LOCKS
     try:
         yield is_free
     finally:

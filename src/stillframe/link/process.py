@@ -77,6 +77,7 @@ class KeeperProcess:
         self.is_gone = False
         """It ended, and what it had been lent is about to be taken back."""
         self.has_arena = False
+        self.started_s = time.monotonic()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._errors = os.memfd_create("stillframe-keeper-stderr", os.MFD_CLOEXEC)
         trainer = os.pidfd_open(os.getpid())

@@ -148,6 +148,12 @@ class Objects:
         if stored is not None and is_named:
             if [sorted(map(str, each)) for each in stored] == [sorted(each) for each in live]:
                 return True
+            if all(isinstance(name, int) for each in stored for name in each):
+                self._findings.mismatched.append(
+                    f"{render(path)}: the checkpoint numbers its parameters (it was saved from an optimizer, not a "
+                    "TrainState), the state names them: restore it into the same form"
+                )
+                return False
             strange = sorted({str(name) for each in stored for name in each} ^ {name for each in live for name in each})
             differ = f"; only one of them has {', '.join(strange[:5])}" if strange else ""
             self._findings.mismatched.append(

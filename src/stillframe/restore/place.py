@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from stillframe.catalog import Checkpoint
-from stillframe.errors import FormatError
+from stillframe.errors import FormatError, MismatchError
 from stillframe.format.segment import Shard
 from stillframe.format.tree import ShardedNode, TensorNode, View
 from stillframe.restore.read import read_chunks
@@ -104,6 +104,12 @@ class Placement:
                 break
         else:
             assert isinstance(node, ShardedNode)
+            checkpoint = self._stored.checkpoint
+            if len(checkpoint.ranks) < checkpoint.world_size:
+                raise MismatchError(
+                    f"tensor {node.tensor!r} lies elsewhere: roots that are not shared hold each rank's own part, "
+                    "and can be restored only into the layout that was saved"
+                )
             raise FormatError(
                 f"{self._stored.checkpoint.path}: parts of tensor {node.tensor!r} overlap, or are in no segment"
             )

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from stillframe.catalog import Catalog
-from stillframe.errors import IntegrityError, MismatchError, StillframeError
+from stillframe.errors import IntegrityError, MismatchError, NotFoundError, StorageError
 from stillframe.group import Group, Outcome, check_same
 from stillframe.model import RestoreReport, SkippedStep
 from stillframe.restore.match import Match
@@ -33,7 +33,7 @@ class _Offer(msgspec.Struct, frozen=True):
     step: int | None
     strict: bool
     seen: list[tuple[int, str, int]] = []
-    """(step, attempt, world size); of a shared root only rank 0 says it, without attempts."""
+    """(step, attempt, world size); of a shared root the steps, and but for rank 0 the newest of them."""
 
 
 class _Choice(msgspec.Struct, frozen=True):
@@ -87,10 +87,12 @@ class Resume:
         seen: list[tuple[int, str, int]] = []
         if self._catalog.rank is not None:
             for step in self._catalog.steps():
-                with contextlib.suppress(StillframeError), self._catalog.open(step) as checkpoint:
+                # A damaged one is not seen; a newer version, or storage that does not answer, is an error.
+                with contextlib.suppress(IntegrityError, NotFoundError), self._catalog.open(step) as checkpoint:
                     seen.append((step, checkpoint.manifest.attempt, checkpoint.world_size))
-        elif self._group.rank == 0 and self._asked is None:
+        elif self._asked is None:
             seen = [(step, "", 0) for step in self._catalog.steps()]
+            seen = seen if self._group.rank == 0 else seen[-1:]
         return _Offer(self._asked, self._strict, [each for each in seen if each[0] not in skipped])
 
     def _judge_offers(self, outcomes: list[Outcome]) -> _Choice:
@@ -99,6 +101,11 @@ class Resume:
         check_same("step", [offer.step for offer in offers])
         check_same("strict", [offer.strict for offer in offers])
         if self._catalog.rank is None:
+            seeing = [rank for rank, offer in enumerate(offers) if offer.seen]
+            if seeing and not offers[0].seen and not self._skipped:
+                raise StorageError(
+                    f"in {self._catalog.root}, {format_ranks(seeing)} sees checkpoints and rank 0 none: is it mounted?"
+                )
             return _Choice(
                 self._asked if self._asked is not None else max((s for s, *_ in offers[0].seen), default=None)
             )
@@ -120,6 +127,13 @@ class Resume:
             raise MismatchError(
                 f"the checkpoints were saved by {sizes[-1]} ranks into roots that are not shared, and this run has "
                 f"{self._group.world_size}: run with {sizes[-1]}, or copy the roots into one that all ranks see"
+            )
+        having = [rank for rank, offer in enumerate(offers) if offer.seen]
+        if not steps and having and not self._skipped:
+            newest = "; ".join(f"rank {rank}: {[step for step, *_ in offers[rank].seen][-3:]}" for rank in having[:8])
+            raise MismatchError(
+                f"there is no step that every rank has sealed ({newest}; the others none). Has a node lost its disk? "
+                "To start afresh, use other roots, or empty these"
             )
         return max(steps, default=None)
 
@@ -190,6 +204,14 @@ class Resume:
         warnings.warn(f"step {step} is damaged and passed over; {fate}: {damage}", RuntimeWarning, stacklevel=4)
 
     def _nothing(self) -> None:
+        other = [step for step in self._catalog.step_dirs() if self._catalog.is_committed_otherwise(step)]
+        if other:
+            how = (
+                "by ranks that did not share their roots: restore with as many ranks, and shared=False (or {node})"
+                if self._catalog.rank is None
+                else "into a root that all ranks shared: leave out shared=False and {node}"
+            )
+            raise MismatchError(f"the checkpoints in {self._catalog.root} (newest: step {other[-1]}) were saved {how}")
         self.report = RestoreReport(step=None, skipped=tuple(self._skipped))
         damaged = sorted({*self._catalog.damaged(), *(each.step for each in self._skipped)})
         if damaged:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import time
 from collections.abc import Callable
 
 from stillframe import errors
@@ -14,9 +15,12 @@ from stillframe.link.arena import Arena
 from stillframe.link.messages import FromKeeper
 from stillframe.link.process import KeeperConfig, KeeperProcess
 from stillframe.stage.ledger import Ledger, Save
+from stillframe.units import format_ranks
 
 logger = logging.getLogger("stillframe")
 
+_YOUNG_S = 1.0
+_NO_SAVE = -1
 READY_S = 300.0
 """How long to wait for the root: the keeper of the run before may still be finishing."""
 
@@ -75,6 +79,12 @@ class Keepers:
                 with contextlib.suppress(KeeperError):  # it is gone, too: then its lock tells
                     keeper.send(messages.Abandon(save.number, save.step, *errors.to_record(save.error)))
 
+    def refuse(self, step: int, error: StillframeError) -> None:
+        """Let the other ranks know that this one does not save a step that they may be saving."""
+        if self._config.world_size > 1:
+            with contextlib.suppress(KeeperError):
+                self.start().send(messages.Abandon(_NO_SAVE, step, *errors.to_record(error)))
+
     def attach(self, keeper: KeeperProcess, arena: Arena) -> None:
         """Give this keeper the arena, unless it has it."""
         self._arena = arena
@@ -124,7 +134,12 @@ class Keepers:
             if message.is_unchanged:
                 self._warn_unchanged()
         elif isinstance(message, messages.Waiting):
-            self._ledger.waiting(message.save, message.ranks)
+            step = self._ledger.waiting(message.save, message.ranks)
+            if step is not None:
+                logger.warning(
+                    "step %d is sealed here and waits for %s (up to %g s)",
+                    step, format_ranks(message.ranks), self._config.deadline_s,
+                )  # fmt: skip
         elif isinstance(message, messages.Committed):
             save = self._ledger.committed(message.save, message.at_s)
             if save is not None:
@@ -155,7 +170,18 @@ class Keepers:
             if self._current is process:
                 self._current = None
             self._answered.set()
+            self._replace(process)
         self._on_failure(failed)
+
+    def _replace(self, process: KeeperProcess) -> None:
+        """Of several ranks, start another at once: a rank without a keeper looks to the others as if it had ended.
+
+        Not if it died young: then the next one would, too.
+        """
+        is_young = time.monotonic() - process.started_s < _YOUNG_S
+        if self._config.world_size > 1 and not self.is_closed and not is_young and self._refusal is None:
+            with contextlib.suppress(KeeperError):
+                self.start()
 
     def _warn_unchanged(self) -> None:
         if not self._has_warned_unchanged:

@@ -126,11 +126,15 @@ class Ledger:
         if save is not None:
             self._advance(save, "sealed", sealed_s=at_s)
 
-    def waiting(self, number: int, ranks: tuple[int, ...]) -> None:
+    def waiting(self, number: int, ranks: tuple[int, ...]) -> int | None:
+        """The step, the first time that it is said of it."""
         with self._changed:
             save = self._in_flight.get(number)
-            if save is not None:
-                save._awaited = ranks
+            if save is None:
+                return None
+            is_first = not save._awaited
+            save._awaited = ranks
+            return save.step if is_first else None
 
     def committed(self, number: int, at_s: float) -> Save | None:
         with self._changed:

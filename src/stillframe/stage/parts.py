@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from stillframe.errors import UnsupportedStateError
 from stillframe.format.digest import digest
 from stillframe.format.records import Team
-from stillframe.format.segment import Whole
+from stillframe.format.segment import OF_TEAM, Whole
 from stillframe.format.values import Unencodable
 from stillframe.stage.copies import Target
 from stillframe.stage.device import DeviceTable
@@ -34,13 +34,14 @@ class Seat:
     """This rank among those that save together."""
 
     rank: int
+    world_size: int
     knows_ranks: bool
     """Its number is the one that meshes and process groups use."""
     writes_once: bool
     """What several ranks hold is written by one of them: all will be able to read it."""
 
 
-ALONE = Seat(0, knows_ranks=False, writes_once=False)
+ALONE = Seat(0, 1, knows_ranks=False, writes_once=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,13 @@ class SpreadBase:
     spread: Spread
     is_captured: bool
     is_loose: bool
+
+    def tensor(self, seat: Seat) -> str:
+        """The tensor's name among all seals; what a part of the ranks holds is not what others hold under that name."""
+        team = self.spread.team
+        if not seat.knows_ranks or len(team) in (0, seat.world_size):
+            return self.base.name
+        return f"{self.base.name}{OF_TEAM}{digest(msgspec.json.encode(team))[:8]}"
 
     @property
     def is_whole(self) -> bool:
@@ -100,7 +108,7 @@ def _replicas(walk: Walk) -> dict[int, tuple[int, ...]]:
     found: dict[int, tuple[int, ...]] = {}
     modules = [each for owner in walk.owners if isinstance(owner, torch.nn.Module) for each in innermost(owner)]
     for owner in modules:
-        if isinstance(owner, DistributedDataParallel):
+        if isinstance(owner, DistributedDataParallel) and not _may_diverge(owner):
             ranks = tuple(sorted(torch.distributed.get_process_group_ranks(owner.process_group)))
             ignored = owner.parameters_to_ignore
             for name, parameter in owner.module.named_parameters():
@@ -115,6 +123,11 @@ def _replicas(walk: Walk) -> dict[int, tuple[int, ...]]:
                     if isinstance(each, torch.Tensor) and each.shape == parameter.shape:
                         found[id(each)] = ranks
     return found
+
+
+def _may_diverge(module: DistributedDataParallel) -> bool:
+    """Whether the replicas are let go their own ways between averages (post-local SGD)."""
+    return any("local" in getattr(hook, "__name__", "").lower() for hook, _ in getattr(module, "_comm_hooks", []))
 
 
 def assign(bases: Iterable[SpreadBase], seat: Seat) -> Iterator[tuple[SpreadBase, list[Assigned]]]:
@@ -175,7 +188,7 @@ def own_targets(each: SpreadBase, parts: list[Assigned], devices: DeviceTable, s
                 is_captured=each.is_captured,
                 index=base.leaves[0][0] if each.is_captured else None,
                 box=box if is_part else None,
-                whole=Whole(base.name, each.spread.shape, part.offset),
+                whole=Whole(each.tensor(seat), each.spread.shape, part.offset),
             )
 
 

@@ -94,7 +94,7 @@ def make_plan(walk: Walk, devices: DeviceTable, seat: Seat = ALONE) -> Plan:
         except Unencodable as reason:
             raise UnsupportedStateError(refusal(reason, path)) from None
     spreads = find_spreads(walk, paths, seat)
-    bases = share_memory(walk.tensors, walk.is_volatile, _unique_names(paths), spreads)
+    bases = share_memory(walk.tensors, walk.is_volatile, _unique_names(paths), spreads, walk.dtensors)
     targets, found = _targets(bases, spreads, devices, seat)
     order = sorted(targets, key=lambda target: (-target.source.element_size(), not target.is_captured))
     at = 0
@@ -184,7 +184,10 @@ def _targets(
         base, spread = spread_base.base, spread_base.spread
         targets.extend(own_targets(spread_base, parts, devices, seat))
         node = ShardedNode(
-            base.name, DTYPE_NAMES[base.source.dtype], spread.shape, [Part(*each.where) for each in parts]
+            spread_base.tensor(seat),
+            DTYPE_NAMES[base.source.dtype],
+            spread.shape,
+            [Part(*each.where) for each in parts],
         )
         leaves.update((each, _Leaf(None, None, node, spread_base.is_loose)) for each, _ in base.leaves)
     return targets, [leaves[index] for index in range(len(leaves))]

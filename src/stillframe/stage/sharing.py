@@ -55,10 +55,12 @@ def share_memory(
     is_volatile: Sequence[bool],
     names: Sequence[str],
     spreads: Mapping[int, Spread] = MappingProxyType({}),
+    wholes: Mapping[int, object] = MappingProxyType({}),
 ) -> list[Base]:
     """The pieces of memory to write, so that every tensor lies in exactly one of them.
 
-    ``spreads``: of those that other ranks hold, too, or hold parts of.
+    ``spreads``: of those that other ranks hold, too, or hold parts of.  ``wholes``: the DTensors among them; where this
+    rank holds nothing of two, only these tell that they are one.
     """
     bases: list[Base] = []
     storages: dict[tuple[torch.device, int], list[_Extent]] = {}
@@ -67,6 +69,8 @@ def share_memory(
         if (is_volatile[index] or index in spreads) and tensor.numel():
             key = tensor.data_ptr(), spreads.get(index), *form_of(tensor)
             tied.setdefault(key, []).append((index, None))
+        elif index in spreads and index in wholes:
+            tied.setdefault(("empty", id(wholes[index])), []).append((index, None))
         elif tensor.numel() == 0 or tensor.is_conj() or tensor.is_neg():
             bases.append(Base(tensor, names[index], [(index, None)], is_volatile[index]))
         else:

@@ -61,13 +61,17 @@ class TrainState:
         }
 
     def load_optimizer_state(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Give the optimizer what :meth:`optimizer_state` gave; tells it in the optimizer's own numbers."""
+        """Give the optimizer what :meth:`optimizer_state` gave; tells it in the optimizer's own numbers.
+
+        torch takes the numbers of a group by their order, so that has to be the live one, whatever the saved one was.
+        """
         assert self.optimizer is not None
         numbers = {name: number for number, name in enumerate(self.parameter_names())}
+        live = self.optimizer.state_dict()["param_groups"]
         plain = {
             "state": {numbers[name]: each for name, each in state["state"].items()},
             "param_groups": [
-                {**group, "params": [numbers[name] for name in group["params"]]} for group in state["param_groups"]
+                {**saved, "params": list(own["params"])} for saved, own in zip(state["param_groups"], live, strict=True)
             ],
         }
         self.optimizer.load_state_dict(plain)

@@ -108,11 +108,17 @@ class Walk:
         if self._module is None:
             is_volatile = self._is_volatile
         else:  # a parameter that is a DTensor says so itself
-            is_volatile = not (getattr(tensor, "_is_param", False) or self._is_parameter(local))
+            is_volatile = not (getattr(tensor, "_is_param", False) or self._is_part_of_parameter(local))
         self.dtensors[len(self.tensors)] = tensor
         self.tokens.append((_SHARDED, tensor.device_mesh, tensor.placements, tensor.shape))
         self.tensors.append(local)
         self.is_volatile.append(is_volatile)
+
+    def _is_part_of_parameter(self, local: torch.Tensor) -> bool:
+        """The same for a DTensor's local part; all ranks must come to the same answer, also one that holds nothing."""
+        if local.numel() or self._module is None or self._dtensor is None:
+            return self._is_parameter(local)
+        return not any(isinstance(each, self._dtensor) for each in self._module.buffers())
 
     def _is_parameter(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor of the module at hand lies within the memory of one of its parameters."""

@@ -180,6 +180,8 @@ def test_a_keeper_that_is_gone_ends_the_wait_long_before_the_deadline(
     os.close(lock._fd)
     assert life_of(tmp_path, 1, ATTEMPT) is Life.GONE
     assert not commit.poll(is_orphan=False)  # its seal may have come between the listing and this look
+    assert not commit.poll(is_orphan=False)  # its trainer may start another and save the step yet
+    monkeypatch.setattr("stillframe.keeper.commit._ABSENT_S", -1.0)
     with pytest.raises(KeeperError, match="rank 1 ended without saving it; every rank must save the same steps"):
         commit.poll(is_orphan=False)
     (commit.flush.dir / (names.segment(1, ATTEMPT) + names.PARTIAL)).touch()

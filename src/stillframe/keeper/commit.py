@@ -48,6 +48,7 @@ _MEMBERS_WAIT_LONGER_S = 10.0
 _LOOK_AT_LOCKS_S = 0.5
 _LOCKS_AT_ONCE = 16
 _UNKNOWN_S = 5.0
+_ABSENT_S = 5.0
 _HEAD_BYTES = 512
 
 
@@ -137,17 +138,19 @@ class Coordinator:
             return True
         gone = self._watch.gone(missing, is_orphan)
         if self._seen_gone.intersection(gone):  # twice: its seal may have come between the listing and the look
-            raise KeeperError(f"{_not_committed(self.flush.begin.step)}: {self._end_of(gone)}")
+            begun = {file.rank for name in os.listdir(self.flush.dir) if (file := names.parse_rank_file(name))}
+            if not begun.isdisjoint(gone):
+                raise KeeperError(
+                    f"{_not_committed(self.flush.begin.step)}: {format_ranks(gone)} ended before sealing it"
+                )
+            if is_orphan or self._watch.waited_s > _ABSENT_S:  # else its trainer may yet come, and start another
+                raise KeeperError(
+                    f"{_not_committed(self.flush.begin.step)}: {format_ranks(gone)} ended without saving it; {_ADVICE}"
+                )
         self._seen_gone.update(gone)
         if self._watch.waited_s > self._terms.deadline_s:
             raise DeadlineError(self._lateness(missing))
         return False
-
-    def _end_of(self, gone: list[int]) -> str:
-        begun = {file.rank for name in os.listdir(self.flush.dir) if (file := names.parse_rank_file(name))}
-        if begun.isdisjoint(gone):
-            return f"{format_ranks(gone)} ended without saving it; {_ADVICE}"
-        return f"{format_ranks(gone)} ended before sealing it"
 
     def _take_seals(self) -> None:
         for name in os.listdir(self.flush.dir):

@@ -197,7 +197,7 @@ def teams_of(bases: Iterable[Base], spreads: dict[int, Spread], seat: Seat) -> l
     lines: dict[tuple[int, ...], list[tuple[object, ...]]] = defaultdict(list)
     for base in bases:
         spread = spreads.get(base.leaves[0][0])
-        if spread is not None and seat.knows_ranks and len(spread.team) > 1:
+        if spread is not None and seat.knows_ranks and seat.rank in spread.team and len(spread.team) > 1:
             dtype = DTYPE_NAMES[base.source.dtype]
             lines[spread.team].append((base.name, dtype, spread.shape, spread.layout, base.is_volatile))
     return [

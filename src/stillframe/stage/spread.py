@@ -43,7 +43,7 @@ class Spread:
     holders: tuple[int, ...]
     """The ranks, this one among them, that hold exactly these boxes; in order."""
     team: tuple[int, ...]
-    """The ranks that hold a part of it at all; in order."""
+    """The ranks that hold a part of it at all, this one among them or not; in order."""
     layout: str
     """What must be the same on all of the team, as text."""
 
@@ -77,7 +77,7 @@ def spread_of(tensor: Any) -> Spread:
     team = tuple(sorted(ranks.flatten().tolist()))
     layout = f"{tuple(map(str, placements))} on {tuple(ranks.shape)}"
     if coordinate is None:
-        return Spread(shape, (), (), (), layout)  # others hold it
+        return Spread(shape, (), (), team, layout)  # others hold it
     same = tuple(
         slice(None) if placement.is_replicate() else at for placement, at in zip(placements, coordinate, strict=True)
     )

@@ -127,6 +127,26 @@ def _no_memory(nbytes: int) -> Any:
     raise MemoryError("there is no memory for an arena")
 
 
+def refused_on_one(root: str) -> None:
+    """A state that one rank cannot store: the others are told at once, not at the deadline."""
+    with Checkpointer(root, deadline_s=60, on_error="warn") as checkpointer:
+        state: dict[str, Any] = {"x": torch.ones(4)}
+        if RANK == 1:
+            state["bad"] = object()
+        told(lambda: checkpointer.save(1, state).wait())
+        told(lambda: checkpointer.save(2, {"x": torch.ones(4)}).wait())
+
+
+def same_name(root: str) -> None:
+    """Each rank has a tensor of its own, on a mesh of its own, under the same name."""
+    own = dist.device_mesh.DeviceMesh("cpu", [RANK])
+    tensor = distribute_tensor(torch.full((4, 4), float(RANK)), own, [Shard(0)])
+    with Checkpointer(root, deadline_s=20) as checkpointer:
+        checkpointer.save(1, {"w": tensor}).wait()
+        live = {"w": torch.full((4, 4), 9.0)}
+        say("restored", checkpointer.restore(live), live["w"].unique().tolist())
+
+
 # --- no collective -----------------------------------------------------------------------------
 
 
@@ -194,6 +214,19 @@ def unshared(root: str) -> None:
         state["w"].to_local().fill_(7)
         told(checkpointer.save(5, state).wait)
         say("again", checkpointer.restore(state), state["w"].to_local().unique().tolist())
+
+
+def lost_node(root: str) -> None:
+    """A rank whose root is empty while the other's is not: no silent fresh start."""
+    template = root + "/{node}"
+    os.environ["STILLFRAME_NODE"] = f"node{RANK}"
+    state = {"w": sharded()}
+    with Checkpointer(template, deadline_s=20) as checkpointer:
+        checkpointer.save(1, state).wait()
+    dist.barrier()
+    os.environ["STILLFRAME_NODE"] = "node0" if RANK == 0 else "new"
+    with Checkpointer(template, deadline_s=20) as checkpointer:
+        told(lambda: checkpointer.restore(state))
 
 
 def unshared_by_flag(root: str) -> None:

@@ -16,7 +16,8 @@ WORKER = "agree_worker.py"
 
 SCENARIOS = (
     "other_root", "other_version", "too_large_a_world", "other_steps", "other_shape", "missing_tensor",
-    "other_step_to_restore", "mismatch_on_one", "failure_on_one", "no_collective", "unshared", "unshared_by_flag",
+    "other_step_to_restore", "mismatch_on_one", "failure_on_one", "refused_on_one", "same_name", "no_collective",
+    "unshared", "unshared_by_flag", "lost_node",
 )  # fmt: skip
 
 Said = dict[tuple[int, str], list[str]]
@@ -114,6 +115,28 @@ def test_a_rank_that_cannot_save_fails_the_step_for_all_at_once(said: Said, root
     assert "there is no memory for an arena" in said[1, "failure_on_one"][0]
     assert max(seconds(said[0, "failure_on_one"][0]), seconds(said[1, "failure_on_one"][0])) < 30
     assert not Catalog(root / "failure_on_one").steps()
+
+
+def test_a_state_that_one_rank_refuses_is_no_wait_for_the_others(said: Said, root: Path) -> None:
+    for rank in (0, 1):
+        refused, saved = said[rank, "refused_on_one"]
+        assert re.search(r"UnsupportedStateError.*state\['bad'\]", refused)
+        assert seconds(refused) < 30
+        assert saved == "ok None"
+    assert Catalog(root / "refused_on_one").steps() == [2]
+
+
+def test_one_name_for_tensors_of_different_ranks(said: Said, root: Path) -> None:
+    for rank in (0, 1):
+        assert said[rank, "same_name"] == [f"restored 1 [{float(rank)}]"]
+        assert load(root / "same_name", rank=rank)["w"].unique().tolist() == [float(rank)]
+
+
+def test_a_node_that_has_lost_its_root_is_no_fresh_start(said: Said) -> None:
+    for rank in (0, 1):
+        assert re.search(
+            r"MismatchError.*no step that every rank has sealed \(rank 0: \[1\]", said[rank, "lost_node"][0]
+        )
 
 
 def test_a_steady_save_makes_no_collective_and_waits_for_nobody(said: Said) -> None:

@@ -138,8 +138,7 @@ class Coordinator:
             return True
         gone = self._watch.gone(missing, is_orphan)
         if self._seen_gone.intersection(gone):  # twice: its seal may have come between the listing and the look
-            begun = {file.rank for name in os.listdir(self.flush.dir) if (file := names.parse_rank_file(name))}
-            if not begun.isdisjoint(gone):
+            if not self._begun().isdisjoint(gone):
                 raise KeeperError(
                     f"{_not_committed(self.flush.begin.step)}: {format_ranks(gone)} ended before sealing it"
                 )
@@ -151,6 +150,11 @@ class Coordinator:
         if self._watch.waited_s > self._terms.deadline_s:
             raise DeadlineError(self._lateness(missing))
         return False
+
+    def _begun(self) -> set[int]:
+        """The ranks that have written anything of this step."""
+        files = map(names.parse_rank_file, os.listdir(self.flush.dir))
+        return {file.rank for file in files if file is not None and file.attempt == self._terms.attempt}
 
     def _take_seals(self) -> None:
         for name in os.listdir(self.flush.dir):

@@ -4,7 +4,7 @@
     KeepEvery(1000)                 every step that is a multiple of 1000, and the newest
     KeepLast(3) | KeepEvery(1000)   what either of them keeps
 
-The newest checkpoint is always kept, whatever the policy says.
+The newest checkpoint is always kept, whatever the policy says; and, until the next commit, the one just committed.
 """
 
 from __future__ import annotations

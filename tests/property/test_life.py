@@ -72,7 +72,8 @@ class Life(RuleBasedStateMachine):
             self.is_settled = False
             self.refused.add(step)
             self.committed[step] = exact(self.live)
-            kept = self.keep.keeps(self.committed) if self.keep else self.committed
+            # What has just been committed stays, whatever its number.
+            kept = self.keep.keeps(self.committed) | {step} if self.keep else set(self.committed)
             self.committed = {each: content for each, content in self.committed.items() if each in kept}
 
     @rule()

@@ -36,6 +36,11 @@ START_S = 90.0
 # --- a state and its training, on every rank ---------------------------------------------------
 
 
+def say(line: str) -> None:
+    """A whole line in one write: the ranks share their output."""
+    os.write(sys.stdout.fileno(), f"{line}\n".encode())
+
+
 def make_state(kind: str, ballast: int = 0) -> dict[str, Any]:
     """``kind``: fsdp, ddp, or alone (every rank for itself); ``ballast``: how many floats of this rank's own."""
     rank = int(os.environ["RANK"])
@@ -276,7 +281,7 @@ def train(root: Path, kind: str, steps: int, kills: list[str]) -> None:
     state = make_state(kind, ballast=5_000_000)
     with stillframe.Checkpointer(root, keep=stillframe.KeepLast(2)) as checkpointer:
         start = checkpointer.restore(state) or 0
-        print(f"rank {rank} starts after {start}", flush=True)  # noqa: T201
+        say(f"rank {rank} starts after {start}")
         for step in range(start + 1, steps + 1):
             checkpointer.fence()
             advance(state)
@@ -292,7 +297,7 @@ def train(root: Path, kind: str, steps: int, kills: list[str]) -> None:
     undisturbed = make_state(kind, ballast=5_000_000)
     for _ in range(steps):
         advance(undisturbed)
-    print(f"rank {rank} ends {'equal' if end == digest(undisturbed) else 'different'}", flush=True)  # noqa: T201
+    say(f"rank {rank} ends {'equal' if end == digest(undisturbed) else 'different'}")
 
 
 def main(mode: str, *arguments: str) -> None:

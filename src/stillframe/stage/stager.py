@@ -42,6 +42,7 @@ from stillframe.stage.plan import Plan
 logger = logging.getLogger("stillframe")
 
 _HANG_UP_S = 5.0
+_OBITUARY_S = 1.0
 _AHEAD = 4
 """Chunks whose copies may be queued on an accelerator before the first of them is waited for."""
 
@@ -311,6 +312,8 @@ class Stager:
         if not isinstance(error, StillframeError):
             error = StateError(f"staging step {job.save.step} failed: {type(problem).__name__}: {problem}")
             error.__cause__ = problem
+        if isinstance(problem, KeeperError) and job.keeper is not None:
+            job.keeper.join(_OBITUARY_S)  # until its death is dealt with: it must not fail what is saved from now on
         for device in job.plan.devices:
             ticket = device.ticket()
             if ticket is not None:

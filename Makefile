@@ -5,14 +5,14 @@ BIN    := $(VENV)/bin
 # bf16 matmuls can die with SIGILL on virtual machines that show AMX but forbid it.
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE
 
-.PHONY: help demo demo-ranks test lint torture bench bench-ranks clean
+.PHONY: help demo demo-ranks test lint torture bench bench-full clean
 
 help:
 	@echo "make demo        train a small GPT, kill it, resume it, compare bit for bit (under 3 minutes)"
 	@echo "make demo-ranks  the same with FSDP2 on 2 ranks, one of them killed; then restored on 1 (under 2 minutes)"
 	@echo "make test        lint, types and all tests"
-	@echo "make bench       what it costs: ratios to the raw disk and to not saving"
-	@echo "make bench-ranks the same for two ranks, and for many keepers in one directory"
+	@echo "make bench       what it costs, beside every peer that runs here: the short form (under 10 minutes)"
+	@echo "make bench-full  the whole evaluation, as in docs/BENCHMARKS.md (about an hour)"
 	@echo "make torture     200 random SIGKILLs of a real training run, each resumed and compared"
 
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -39,12 +39,18 @@ lint: $(VENV)/.installed
 torture: $(VENV)/.installed
 	$(BIN)/python -m pytest -m torture -s
 
-bench: $(VENV)/.installed
-	$(BIN)/python benchmarks/core.py
+# Each peer on its own: one that cannot be installed is listed as such, and the others are measured.
+$(VENV)/.peers: $(VENV)/.installed
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
+	for peer in torchsnapshot torch_checkpointing deepspeed nvidia-resiliency-ext; do \
+		$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt $$peer || true; done
+	touch $@
 
-bench-ranks: $(VENV)/.installed
-	$(BIN)/python benchmarks/ranks.py
-	$(BIN)/python benchmarks/scale.py
+bench: $(VENV)/.peers
+	$(BIN)/python -m benchmarks --short
+
+bench-full: $(VENV)/.peers
+	$(BIN)/python -m benchmarks
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis runs

@@ -4,36 +4,29 @@
    with a few kilobytes of data and a seal as large as a real one.  File-system calls are counted with strace.
 2. Rank 0's work for 1,024 to 16,384 ranks: a directory with so many real seals, taken and committed by the
    keeper's own code; also what listing and removing such a directory costs.
-3. What both come to, up to 16,384 ranks.
+
+The question :mod:`benchmarks.questions.growth` asks both.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import re
 import shutil
 import signal
 import statistics
 import subprocess
-import sys
-import tempfile
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
+from benchmarks.disk import drop_caches
 from rich.console import Console
-from rich.table import Table
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a script, from anywhere
-
-from benchmarks.figures import drop_caches
 
 from stillframe.catalog import Catalog
 from stillframe.errors import KeeperError
@@ -52,7 +45,6 @@ from stillframe.link.messages import FromKeeper
 from stillframe.link.process import KeeperConfig, KeeperProcess
 from stillframe.model import CHUNK_BYTES
 from stillframe.retention import KeepLast
-from stillframe.units import GIB, format_bytes
 
 PARAMETERS = 170
 PARTS = ("parameter", "exp_avg", "exp_avg_sq")
@@ -380,7 +372,7 @@ def collect(root: Path, count: int, console: Console) -> Collected:
     aside = root / last.name
     last.rename(aside)
     terms = Terms(root, ATTEMPT, count, STEP_S)
-    drop_caches()
+    drop_caches(directory)
     list_cold_s = seconds_of(lambda: os.listdir(directory))
     read_before = read_so_far()
     cold = Coordinator(flush, terms, has_locks=True)
@@ -476,179 +468,3 @@ def read_so_far() -> int:
 
 
 # --- 3. tables -----------------------------------------------------------------------------
-
-
-def make_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> Table:
-    table = Table(title=title)
-    for number, column in enumerate(columns):
-        is_text = number == 0 and bool(rows) and not str(rows[0][0]).isdigit()
-        table.add_column(column, justify="left" if is_text else "right")
-    for row in rows:
-        table.add_row(*map(str, row))
-    return table
-
-
-def ms(samples: Sequence[float]) -> str:
-    low, middle, high = (value * 1e3 for value in (min(samples), statistics.median(samples), max(samples)))
-    return f"{middle:.0f} ({low:.0f} – {high:.0f})"
-
-
-def slope(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Least squares: what there is at no ranks, and what each adds."""
-    fit = statistics.linear_regression([x for x, _ in points], [y for _, y in points])
-    return fit.intercept, fit.slope
-
-
-def commits_table(commits: Sequence[Commits]) -> Table:
-    return make_table(
-        "keepers committing to one directory (ms: median, spread)",
-        ("ranks", "last seal → manifest", "→ all know", "request → manifest", "seal", "manifest"),
-        [
-            (
-                each.ranks, ms(each.commit_s), ms(each.known_s), ms(each.step_s),
-                format_bytes(each.seal_bytes), format_bytes(each.manifest_bytes),
-            )
-            for each in commits
-        ],
-    )  # fmt: skip
-
-
-def calls_table(commits: Sequence[Commits]) -> Table:
-    rows = [
-        (
-            each.ranks, role, *(f"{calls.of(group):.1f}" for group in GROUPS),
-            f"{calls.total - sum(map(calls.of, GROUPS)):.1f}", f"{calls.total:.1f}", f"{calls.waited_s * 1e3:.0f}",
-        )
-        for each in commits
-        for role, calls in (("rank 0", each.coordinator), ("a member", each.member))
-        if calls
-    ]  # fmt: skip
-    columns = ("ranks", "keeper of", "fsync", "change", "look", "on descriptors", "all", "waited ms")
-    return make_table("file-system calls per step of one keeper (strace)", columns, rows)
-
-
-def collected_table(collected: Sequence[Collected]) -> Table:
-    rows = [
-        ("take all seals but one, cold", [f"{each.take_cold_s:.2f} s" for each in collected]),
-        ("the same, warm", [f"{each.take_warm_s:.2f} s" for each in collected]),
-        ("bytes read for that", [format_bytes(each.read_bytes) for each in collected]),
-        ("a look that finds nothing new", [f"{each.look_s * 1e3:.1f} ms" for each in collected]),
-        ("a look that finds the last seal, and commits", [f"{each.finish_s * 1e3:.1f} ms" for each in collected]),
-        ("a late seal → manifest, as the keeper waits", [late(each.late_s) for each in collected]),
-        ("manifest", [format_bytes(each.manifest_bytes) for each in collected]),
-        ("list the directory", [f"{each.list_s * 1e3:.1f} ms" for each in collected]),
-        ("the same, cold", [f"{each.list_cold_s * 1e3:.1f} ms" for each in collected]),
-        ("one member removes its two files", [f"{each.member_prune_s * 1e3:.1f} ms" for each in collected]),
-        ("rank 0 removes everything", [f"{each.remove_s:.2f} s" for each in collected]),
-    ]
-    columns = ("one step of so many ranks", *(f"{each.ranks:,}" for each in collected))
-    return make_table("rank 0's own work", columns, [(name, *values) for name, values in rows])
-
-
-def late(seconds: float) -> str:
-    return f"> {LATE_S:g} s" if seconds > LATE_S else f"{seconds * 1e3:.0f} ms"
-
-
-def arithmetic_table(commits: Sequence[Commits], collected: Sequence[Collected]) -> Table:
-    """What is measured for a number of ranks stands as it is; the rest is multiplied."""
-    largest = collected[-1]
-    sizes = (64, 1024, 4096, 16384)
-    measured = {each.ranks: each for each in collected}
-
-    def of(ranks: int, name: str) -> float:
-        value: float = getattr(measured.get(ranks, largest), name)
-        return value if ranks in measured else value * ranks / largest.ranks
-
-    rows: list[tuple[str, list[str]]] = [
-        ("files in the step's directory", [f"{2 * ranks + 1:,}" for ranks in sizes]),
-        ("bytes of all seals", [format_bytes(ranks * largest.seal_bytes) for ranks in sizes]),
-        ("bytes of the manifest", [format_bytes(of(ranks, "manifest_bytes")) for ranks in sizes]),
-        ("rank 0 takes all seals", [f"{of(ranks, 'take_warm_s'):.2f} s" for ranks in sizes]),
-        ("rank 0 looks once", [f"{of(ranks, 'look_s') * 1e3:.1f} ms" for ranks in sizes]),
-        ("rank 0 looks at most every", [f"{pause_s(of(ranks, 'look_s')) * 1e3:.0f} ms" for ranks in sizes]),
-        ("members remove their own, all together", [f"{of(ranks, 'member_prune_s') * ranks:.1f} s" for ranks in sizes]),
-    ]
-    member = commits[-1].member
-    if member:
-        for group in GROUPS:
-            rows.append((f"members' calls: {group}", [f"{member.of(group) * ranks:,.0f}" for ranks in sizes]))
-    rows.append(
-        (
-            "members' looks per second of waiting",
-            [f"{3 * ranks / waiting.longest_pause_s(ranks):,.0f}" for ranks in sizes],
-        )
-    )
-    columns = ("one step of so many ranks", *(f"{ranks:,}" for ranks in sizes))
-    return make_table("up to 16,384 ranks", columns, [(name, *values) for name, values in rows])
-
-
-def pause_s(look_s: float) -> float:
-    """The longest pause between two looks in vain."""
-    return max(waiting.longest_pause_s(1), min(look_s * waiting._LOAD, waiting._LONGEST_LOAD_S))
-
-
-def fits(commits: Sequence[Commits], collected: Sequence[Collected]) -> dict[str, tuple[float, float]]:
-    found = {}
-    if len(commits) > 1:
-        found["last seal → manifest, ms"] = slope(
-            [(each.ranks, statistics.median(each.commit_s) * 1e3) for each in commits]
-        )
-        found["request → manifest, ms"] = slope(
-            [(each.ranks, statistics.median(each.step_s) * 1e3) for each in commits]
-        )
-        found["manifest, bytes"] = slope([(each.ranks, each.manifest_bytes) for each in commits])
-        for role in ("coordinator", "member"):
-            points = [(each.ranks, calls.total) for each in commits if (calls := getattr(each, role))]
-            if points:
-                found[f"calls of the {role}"] = slope(points)
-    if len(collected) > 1:
-        found["rank 0 takes the seals (warm), ms"] = slope([(each.ranks, each.take_warm_s * 1e3) for each in collected])
-        found["rank 0 looks in vain, ms"] = slope([(each.ranks, each.look_s * 1e3) for each in collected])
-    return found
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--root", type=Path, help="directory on the disk to measure (default: runs/bench-ranks)")
-    parser.add_argument("--steps", type=int, help="timed steps for each number of keepers (default: 10)")
-    parser.add_argument("--json", type=Path, help="write everything here too")
-    parser.add_argument("--short", action="store_true", help="fewer and smaller: to see that it runs")
-    options = parser.parse_args()
-    console = Console()
-    parent = options.root or Path(__file__).resolve().parent.parent / "runs" / "bench-ranks"
-    parent.mkdir(parents=True, exist_ok=True)
-    worlds, directories = ((4, 16), (256, 1024)) if options.short else ((4, 16, 64), (1024, 4096, 16384))
-    steps = options.steps or (4 if options.short else 10)
-    needed = 2 * directories[-1] * len(encode_rank(0, directories[-1])) + GIB
-    free = shutil.disk_usage(parent).free
-    if free < needed:
-        console.print(f"{parent} has {format_bytes(free)} free; this needs {format_bytes(needed)}")
-        return 2
-    console.print(f"{PARAMETERS * len(PARTS)} tensors a rank, {os.cpu_count()} cores")
-    commits, collected = [], []
-    with tempfile.TemporaryDirectory(dir=parent) as directory:
-        for count in worlds:
-            console.print(f"[bold]{count} keepers[/bold]")
-            commits.append(many_keepers(Path(directory) / f"keepers-{count}", count, steps, console))
-        for count in directories:
-            console.print(f"[bold]rank 0 of {count:,}[/bold]")
-            collected.append(collect(Path(directory) / f"seals-{count}", count, console))
-    if not any(parent.iterdir()):
-        parent.rmdir()
-    growth = fits(commits, collected)
-    console.print(commits_table(commits), calls_table(commits), collected_table(collected))
-    rows = [(name, f"{base:.4g}", f"{each:.4g}") for name, (base, each) in growth.items()]
-    console.print(make_table("growth (least squares)", ("figure", "at no ranks", "per rank"), rows))
-    console.print(arithmetic_table(commits, collected))
-    if options.json:
-        result = {
-            "keepers": [asdict(each) for each in commits],
-            "coordinator": [asdict(each) for each in collected],
-            "growth": growth,
-        }
-        options.json.write_text(json.dumps(result, indent=1))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

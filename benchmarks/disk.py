@@ -1,0 +1,105 @@
+"""The disk as the benchmarks see it: raw rates to compare with, cold reads, and a slower disk for all systems alike."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import struct
+import subprocess
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from stillframe.model import CHUNK_BYTES
+from stillframe.storage.direct import ReadFile, WriteFile, aligned_buffer
+
+_THREADS = 3
+
+
+def write_raw(path: Path, size: int, is_over: bool = False) -> float:
+    """Seconds of a plain O_DIRECT writer of one thread, fsync included; to a new file, or over an old one."""
+    buffer = aligned_buffer(CHUNK_BYTES)
+    buffer.write(os.urandom(CHUNK_BYTES))
+    data = memoryview(buffer)
+    if not is_over:
+        path.unlink(missing_ok=True)
+    began = time.perf_counter()
+    file = WriteFile(path, size, is_reused=is_over)
+    for at in range(0, size, CHUNK_BYTES):
+        file.write_at(data[: min(CHUNK_BYTES, size - at)], at)
+    file.finish()
+    return time.perf_counter() - began
+
+
+def read_raw(path: Path, size: int) -> float:
+    """Seconds of a plain O_DIRECT reader with a few threads, into buffers of its own."""
+    file = ReadFile(path)
+    buffers = [memoryview(aligned_buffer(CHUNK_BYTES)) for _ in range(_THREADS)]
+
+    def read(thread: int) -> None:
+        for at in range(thread * CHUNK_BYTES, size, _THREADS * CHUNK_BYTES):
+            file.read_at(buffers[thread][: min(CHUNK_BYTES, size - at)], at)
+
+    began = time.perf_counter()
+    with ThreadPoolExecutor(_THREADS) as pool:
+        list(pool.map(read, range(_THREADS)))
+    seconds = time.perf_counter() - began
+    file.close()
+    return seconds
+
+
+def drop_caches(directory: Path) -> str:
+    """Make the next reads of what is in ``directory`` cold; returns how."""
+    os.sync()
+    try:
+        Path("/proc/sys/vm/drop_caches").write_text("1")
+        return "page cache dropped"
+    except OSError:
+        for path in directory.rglob("*"):
+            if path.is_file():
+                fd = os.open(path, os.O_RDONLY)
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+                os.close(fd)
+        return "posix_fadvise(DONTNEED) on every file"
+
+
+@dataclass(frozen=True)
+class Written:
+    """What the processes of one run did to the disk."""
+
+    bytes: int
+    file_syncs: int
+    directory_syncs: int
+
+
+class Watched:
+    """Counts what a run writes and makes durable, and slows it to a rate; :file:`disk.c` says how."""
+
+    def __init__(self, library: Path, directory: Path, rate: float | None) -> None:
+        self.page = Path(tempfile.mkstemp(prefix="stillframe-bench-disk-")[1])
+        self.page.write_bytes(bytes(32))
+        self.environment = {
+            "LD_PRELOAD": str(library),
+            "BENCH_DISK": str(self.page),
+            "BENCH_DISK_DEVICE": str(directory.stat().st_dev),
+            **({"BENCH_DISK_RATE": str(rate)} if rate else {}),
+        }
+
+    def read(self) -> Written:
+        return Written(*struct.unpack("QQQ", self.page.read_bytes()[:24]))
+
+    def close(self) -> None:
+        self.page.unlink(missing_ok=True)
+
+
+def build_library(into: Path) -> Path:
+    """Compile :file:`disk.c`."""
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        raise RuntimeError("no C compiler: install gcc to count fsyncs and to emulate a slower disk")
+    library = into / "disk.so"
+    source = Path(__file__).with_name("disk.c")
+    subprocess.run([compiler, "-O2", "-Wall", "-Werror", "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)
+    return library

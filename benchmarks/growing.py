@@ -1,0 +1,62 @@
+"""How the costs of stillframe itself grow: ``save()`` with tensors and bytes, the commit with ranks."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from benchmarks.case import GIB, Case
+from rich.console import Console
+
+import stillframe
+
+
+def save_cost(case: Case, directory: Path) -> dict[str, Any]:
+    """``save()`` and its fence, of ``case.detail`` tensors in ``case.gib``: as a plain dict, or "module": with AdamW."""
+    kind, count = case.detail.split()
+    items = max(1, int(case.gib * GIB) // 4 // int(count))
+    state: dict[str, Any]
+    if kind == "module":  # each weight comes with two moments and a step
+        model = torch.nn.ParameterList(torch.nn.Parameter(torch.ones(items)) for _ in range(int(count) // 4))
+        optimizer = torch.optim.AdamW(model.parameters())
+        for parameter in model:
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+        state = {"model": model, "optimizer": optimizer}
+    else:
+        state = {f"tensor{index}": torch.ones(items) for index in range(int(count))}
+    plan_s, save_s, fence_s, commit_s = 0.0, [], [], []
+    with stillframe.Checkpointer(directory, keep=stillframe.KeepLast(1)) as checkpointer:
+        for step in range(case.iterations + 1):
+            began = time.perf_counter()
+            save = checkpointer.save(step, state)
+            saved = time.perf_counter() - began
+            save.wait()
+            if step == 0:
+                plan_s = saved
+            else:
+                save_s.append(saved)
+                assert save.times.committed_s
+                assert save.times.sealed_s
+                commit_s.append(save.times.committed_s - save.times.sealed_s)
+            began = time.perf_counter()
+            checkpointer.fence()
+            fence_s.append(time.perf_counter() - began)
+    return {"plan_s": plan_s, "save_s": save_s, "fence_s": fence_s, "commit_s": commit_s}
+
+
+def commit_cost(case: Case, directory: Path) -> dict[str, Any]:
+    """So many real keepers commit steps together."""
+    from benchmarks.scale import many_keepers
+
+    return asdict(many_keepers(directory / "root", int(case.detail), case.iterations, Console()))
+
+
+def collect_cost(case: Case, directory: Path) -> dict[str, Any]:
+    """Rank 0's own work for so many real seals."""
+    from benchmarks.scale import collect
+
+    return asdict(collect(directory / "root", int(case.detail), Console()))

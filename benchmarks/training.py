@@ -1,0 +1,139 @@
+"""Real training on this CPU, with and without saving, in turns within one process.
+
+Without an accelerator, copying and writing use the cores and the memory bandwidth that training uses: what is
+measured here is the interference that the emulated compute of the other questions leaves out.  Each pair of turns
+(a few iterations without saving, as many with a save at each) meets the same weather; the figure is the ratio.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from benchmarks import states
+from benchmarks.case import GIB, Case
+from benchmarks.systems import SYSTEMS
+from benchmarks.systems.base import State, System, tensors_of
+from demo.gpt import GPT, Sizes
+from demo.text import Text
+
+_ITERATIONS = 6
+_ROWS = 8
+
+MODELS = {
+    "gpt-10M": Sizes(),
+    "gpt-25M": Sizes(width=512, heads=8),
+    "gpt-50M": Sizes(width=640, heads=10, layers=10),
+    "python": None,
+}
+
+
+class Trainee(Protocol):
+    """Something that trains: what it saves, and one iteration in two halves."""
+
+    state: State
+    tokens: int
+
+    def compute(self) -> None: ...
+    def update(self) -> None: ...
+
+
+class TrainedGPT:
+    def __init__(self, sizes: Sizes) -> None:
+        torch.manual_seed(1)
+        self.model = GPT(sizes)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), fused=True)
+        self.text = Text(_ROWS, sizes.context)
+        self.data = {"position": 0, "rounds": 0}
+        self.tokens = _ROWS * sizes.context
+        self.compute()
+        self.update()  # makes the optimizer's state
+        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        moments = {
+            f"{names[id(parameter)]}.{kind}": values[kind]
+            for parameter, values in self.optimizer.state.items()
+            for kind in ("exp_avg", "exp_avg_sq")
+        }
+        weights = {name: parameter.detach() for name, parameter in self.model.named_parameters()}
+        self.state: State = {"model": weights, "optimizer": moments}
+
+    def compute(self) -> None:
+        inputs, targets = self.text.batch(self.data)
+        self.optimizer.zero_grad()
+        self.model(inputs, targets).backward()
+
+    def update(self) -> None:
+        self.optimizer.step()
+
+
+class PythonLoop:
+    """A loop that holds the interpreter all the time, as a data pipeline or a scheduler in Python does."""
+
+    def __init__(self, size: int) -> None:
+        self.state = states.make_state(size)
+        self.tokens = 1_000_000
+        self.step = 0
+
+    def compute(self) -> None:
+        total = 0
+        for number in range(self.tokens):
+            total += number & 7
+
+    def update(self) -> None:
+        self.step += 1
+        states.set_step(self.state, self.step)
+
+
+def training(case: Case, directory: Path) -> dict[str, Any]:
+    """``case.iterations`` pairs of turns; ``case.detail`` names the model."""
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    sizes = MODELS[case.detail]
+    trainee: Trainee = TrainedGPT(sizes) if sizes else PythonLoop(int(case.gib * GIB))
+    system = SYSTEMS[case.system](directory, trainee.state)
+    run(trainee, system, 1, 0, None)
+    step = 1
+    quiet, saving = [], []
+    blocked: list[float] = []
+    for _ in range(case.iterations):
+        quiet.append(run(trainee, system, _ITERATIONS, step, None))
+        saving.append(run(trainee, system, _ITERATIONS, step, blocked))
+        step += _ITERATIONS
+        system.finish()
+        system.fence()
+        os.sync()
+    tokens = trainee.tokens * _ITERATIONS
+    right = case.system == "none" or restores(system, trainee, step)
+    system.close()
+    return {
+        "bytes": states.bytes_of(trainee.state), "quiet": [tokens / each for each in quiet],
+        "saving": [tokens / each for each in saving], "blocked_s": blocked, "is_right": right,
+    }  # fmt: skip
+
+
+def run(trainee: Trainee, system: System, iterations: int, step: int, blocked: list[float] | None) -> float:
+    """Seconds of some iterations, with a save at the end of each if ``blocked`` is there to note what it cost."""
+    began = time.perf_counter()
+    for number in range(step + 1, step + iterations + 1):
+        trainee.compute()
+        computed = time.perf_counter()
+        system.fence()
+        fenced = time.perf_counter()
+        trainee.update()
+        updated = time.perf_counter()
+        if blocked is not None:
+            system.save(number)
+            blocked.append(fenced - computed + time.perf_counter() - updated)
+    return time.perf_counter() - began
+
+
+def restores(system: System, trainee: Trainee, step: int) -> bool:
+    """Whether the last save, which is of the state as it is now, comes back."""
+    expected = states.digest_of(trainee.state)
+    with torch.no_grad():
+        for _, tensor in tensors_of(trainee.state):
+            tensor.zero_()
+    system.restore(step)
+    return states.digest_of(trainee.state) == expected

@@ -74,7 +74,7 @@ class PythonLoop:
 
     def __init__(self, size: int) -> None:
         self.state = states.make_state(size)
-        self.tokens = 1_000_000
+        self.tokens = 15_000_000
         self.step = 0
 
     def compute(self) -> None:

@@ -22,10 +22,10 @@ class Interval(Question):
     def cases(self, scope: Scope) -> list[Case]:
         every = (5, 1) if scope.is_short else (10, 5, 4, 3, 2, 1)
         iterations = 10 if scope.is_short else 50
-        gib = scope.sizes(0.125)[0]
+        gib = scope.sizes(1 / 16)[0]
         return [
-            Case(task="loop", system=system, gib=gib, iterations=iterations, every=every, compute_s=0.2)
-            for system in scope.systems
+            Case(task="loop", system=system, gib=gib, iterations=iterations, every=every, compute_s=0.1)
+            for system in (scope.few() if scope.is_short else scope.systems)
         ]
 
     def turns(self, is_short: bool) -> int:

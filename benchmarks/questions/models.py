@@ -68,7 +68,7 @@ class Models(Question):
             raise RuntimeError(f"the rate of a memory copy could not be measured: {measured.error}")
         rate = measured.figures["bytes"] / median(measured.figures["copy_s"])
         seconds = LINK * BYTES / rate
-        models = (MODELS[1], MODELS[3]) if scope.is_short else MODELS
+        models = (MODELS[1],) if scope.is_short else MODELS
         return [
             Case(
                 task="loop", system=system, gib=model.gb * 1e9 * BYTES / GIB, iterations=5,
@@ -81,7 +81,7 @@ class Models(Question):
         ]  # fmt: skip
 
     def turns(self, is_short: bool) -> int:
-        return 1 if is_short else 2
+        return 1
 
     def tables(self, outcomes: Sequence[Outcome]) -> list[Table]:
         rows, times = [], []

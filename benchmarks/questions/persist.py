@@ -25,8 +25,8 @@ class Persist(Question):
     )
 
     def cases(self, scope: Scope) -> list[Case]:
-        gib = scope.sizes(0.5 if scope.is_short else 1.0)[0]
-        iterations = 3 if scope.is_short else 4
+        gib = scope.sizes(0.25 if scope.is_short else 1.0)[0]
+        iterations = 2 if scope.is_short else 4
         raw = [Case(task="persist-raw", system="raw", gib=gib, iterations=iterations)]
         return raw + [
             Case(task="persist", system=system, gib=gib, iterations=count, is_watched=is_watched)

@@ -21,10 +21,10 @@ class Restore(Question):
     )
 
     def cases(self, scope: Scope) -> list[Case]:
-        gib = scope.sizes(0.5 if scope.is_short else 1.5)[0]
+        gib = scope.sizes(0.25 if scope.is_short else 1.5)[0]
         iterations = 2 if scope.is_short else 3
         raw = [Case(task="restore-raw", system="raw", gib=gib, iterations=iterations)]
-        peers = scope.peers("none")
+        peers = [each for each in scope.systems if each != "none"]
         return raw + [Case(task="restore", system=each, gib=gib, iterations=iterations) for each in peers]
 
     def tables(self, outcomes: Sequence[Outcome]) -> list[Table]:

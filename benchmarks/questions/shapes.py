@@ -15,24 +15,25 @@ class Shapes(Question):
     name = "shapes"
     title = "Shapes: few and many tensors, mixed dtypes, Python values"
     asks = (
-        "The same amount of bytes in tensors of different number and kind, and a state that is mostly Python values; 0.5 s "
+        "The same amount of bytes in tensors of different number and kind, and a state that is mostly Python values; 0.3 s "
         "of emulated compute. Blocked per save (median, first save left out), and in brackets the first save, which plans "
         "and allocates. In milliseconds."
     )
 
     def cases(self, scope: Scope) -> list[Case]:
-        shapes = ("large", "small", "objects") if scope.is_short else tuple(SHAPES)[1:]
+        shapes = ("medium",) if scope.is_short else tuple(SHAPES)[1:]
         return [
             Case(
-                task="loop", system=system, gib=scope.sizes(0.25)[0], shape=shape,
-                iterations=2 if scope.is_short else 4, compute_s=0.5,
+                task="loop", system=system, gib=scope.sizes(1 / 16 if scope.is_short else 0.25)[0], shape=shape,
+                iterations=2, compute_s=0.3,
             )
             for shape in shapes
-            for system in scope.peers("none")
+            for system in (scope.few() if scope.is_short else scope.systems)
+            if system != "none"
         ]  # fmt: skip
 
     def turns(self, is_short: bool) -> int:
-        return 1 if is_short else 2
+        return 1
 
     def tables(self, outcomes: Sequence[Outcome]) -> list[Table]:
         shapes = shapes_in(outcomes)

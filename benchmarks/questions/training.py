@@ -30,13 +30,12 @@ class Training(Question):
                 task="training",
                 system=system,
                 gib=_GIB[model],
-                iterations=2 if scope.is_short else 4,
+                iterations=2 if scope.is_short else 3,
                 every=(1,),
                 detail=model,
             )
             for model in models
-            for system in scope.systems
-            if not scope.is_short or system in ("none", "torch-save", "clone-thread", "dcp-async-thread", "stillframe")
+            for system in scope.few()
         ]
 
     def turns(self, is_short: bool) -> int:

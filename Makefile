@@ -44,6 +44,7 @@ $(VENV)/.peers: $(VENV)/.installed
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
 	for peer in torchsnapshot torch_checkpointing deepspeed nvidia-resiliency-ext; do \
 		$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt $$peer || true; done
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m benchmarks.systems.deepspeed >/dev/null 2>&1 || true # builds its writer
 	touch $@
 
 bench: $(VENV)/.peers

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import datetime
 import shutil
 import signal
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +33,9 @@ _INTERRUPTED = 130
 def main() -> int:
     options = parse()
     console = Console()
-    signal.signal(signal.SIGTERM, _interrupt)
-    out: Path = options.out or _RUNS / ("bench-short" if options.short else "bench")
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _interrupt)
+    out: Path = options.out or _RUNS / f"bench-{datetime.datetime.now():%Y-%m-%d-%H%M%S}"
     out.mkdir(parents=True, exist_ok=True)
     parent: Path = options.root or _RUNS
     parent.mkdir(parents=True, exist_ok=True)
@@ -43,7 +46,8 @@ def main() -> int:
         console.print(f"{cannot}", markup=False, highlight=False, soft_wrap=True)
         return 2
     except KeyboardInterrupt:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # once is enough: what follows is short
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)  # once is enough: what follows is short
         console.print(f"\ninterrupted; {out} keeps what was measured so far", soft_wrap=True)
         if read_results(out):
             console.print(f"{write_report(out)}", markup=False, highlight=False, soft_wrap=True)
@@ -60,19 +64,19 @@ def ask(options: argparse.Namespace, root: Path, out: Path, console: Console) ->
     systems = options.system or list(SYSTEMS)
     scope = Scope(options.short, systems, options.max_gib, harness)
     questions = [QUESTIONS[name] for name in options.question or QUESTIONS]
-    plans = [(question, question.cases(scope)) for question in questions]
-    everything = [case for _, cases in plans for case in cases]
+    everything = [case for question in questions for case in question.cases(replace(scope, harness=None))]
     if not everything:
         raise Cannot("nothing to measure: none of these questions concerns these systems")
     harness.check_room(everything)
-    for question, cases in plans:
+    for question in questions:
+        cases = question.cases(scope)
         turns = options.turns or question.turns(options.short)
         console.print(
             f"[bold]{question.title}[/bold] ({len(cases)} cases, {turns} turns)"
             if turns > 1
             else f"[bold]{question.title}[/bold]"
         )
-        results = Results.new(question.name, options.short, turns, root)
+        results = Results.new(question.name, options.short, turns, root, ["python -m benchmarks", *sys.argv[1:]])
         outcomes: list[Outcome] = results.outcomes
         for outcome in harness.turns(cases, turns):
             outcomes.append(outcome)
@@ -87,7 +91,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--turns", type=int, help="how often every case is run (default: as each question needs)")
     parser.add_argument("--max-gib", type=float, default=64.0, help="leave out larger states")
     parser.add_argument("--root", type=Path, help="a directory on the disk to measure (default: runs/)")
-    parser.add_argument("--out", type=Path, help="where results go (default: runs/bench or runs/bench-short)")
+    parser.add_argument("--out", type=Path, help="where results go (default: runs/bench-DATE-TIME)")
     options = parser.parse_args()
     if options.turns is not None and options.turns < 1:
         parser.error("--turns: at least 1")

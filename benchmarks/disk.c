@@ -52,14 +52,14 @@ static int kind_of(int fd) { /* 0: not ours */
     return status.st_mode & S_IFMT;
 }
 
-static ssize_t pay(int fd, ssize_t count) {
+/* `began`: when the call was made, so that the time which the real disk took is part of the emulated one's. */
+static ssize_t pay(int fd, ssize_t count, int64_t began) {
     if (count <= 0 || kind_of(fd) != S_IFREG) return count;
     atomic_fetch_add(&shared->bytes, (uint64_t)count);
     if (ns_per_byte == 0) return count;
     int64_t cost = (int64_t)(count * ns_per_byte), free_at = atomic_load(&shared->free_at_ns), done;
     do {
-        int64_t now = now_ns();
-        done = (free_at > now ? free_at : now) + cost;
+        done = (free_at > began ? free_at : began) + cost;
     } while (!atomic_compare_exchange_weak(&shared->free_at_ns, &free_at, done));
     struct timespec until = {done / 1000000000, done % 1000000000};
     while (clock_nanosleep(CLOCK_MONOTONIC, TIMER_ABSTIME, &until, NULL)) {}
@@ -72,27 +72,33 @@ static ssize_t pay(int fd, ssize_t count) {
 
 ssize_t write(int fd, const void *data, size_t count) {
     REAL("write", int, const void *, size_t);
-    return pay(fd, real(fd, data, count));
+    int64_t began = now_ns();
+    return pay(fd, real(fd, data, count), began);
 }
 ssize_t pwrite(int fd, const void *data, size_t count, off_t at) {
     REAL("pwrite", int, const void *, size_t, off_t);
-    return pay(fd, real(fd, data, count, at));
+    int64_t began = now_ns();
+    return pay(fd, real(fd, data, count, at), began);
 }
 ssize_t pwrite64(int fd, const void *data, size_t count, off64_t at) {
     REAL("pwrite64", int, const void *, size_t, off64_t);
-    return pay(fd, real(fd, data, count, at));
+    int64_t began = now_ns();
+    return pay(fd, real(fd, data, count, at), began);
 }
 ssize_t writev(int fd, const struct iovec *parts, int count) {
     REAL("writev", int, const struct iovec *, int);
-    return pay(fd, real(fd, parts, count));
+    int64_t began = now_ns();
+    return pay(fd, real(fd, parts, count), began);
 }
 ssize_t pwritev(int fd, const struct iovec *parts, int count, off_t at) {
     REAL("pwritev", int, const struct iovec *, int, off_t);
-    return pay(fd, real(fd, parts, count, at));
+    int64_t began = now_ns();
+    return pay(fd, real(fd, parts, count, at), began);
 }
 ssize_t pwritev64(int fd, const struct iovec *parts, int count, off64_t at) {
     REAL("pwritev64", int, const struct iovec *, int, off64_t);
-    return pay(fd, real(fd, parts, count, at));
+    int64_t began = now_ns();
+    return pay(fd, real(fd, parts, count, at), began);
 }
 
 static void note_sync(int fd) {

@@ -18,11 +18,14 @@ from stillframe.storage.direct import ReadFile, WriteFile, aligned_buffer
 _THREADS = 3
 
 
-def write_raw(path: Path, size: int, is_over: bool = False) -> float:
-    """Seconds of a plain O_DIRECT writer of one thread, fsync included; to a new file, or over an old one."""
+def random_chunk() -> memoryview:
     buffer = aligned_buffer(CHUNK_BYTES)
     buffer.write(os.urandom(CHUNK_BYTES))
-    data = memoryview(buffer)
+    return memoryview(buffer)
+
+
+def write_raw(path: Path, size: int, data: memoryview, is_over: bool = False) -> float:
+    """Seconds of a plain O_DIRECT writer of one thread, fsync included; to a new file, or over an old one."""
     if not is_over:
         path.unlink(missing_ok=True)
     began = time.perf_counter()
@@ -74,21 +77,26 @@ class Written:
     directory_syncs: int
 
 
+def written() -> Written | None:
+    """What was written so far in the run that this process belongs to, if that is counted."""
+    page = os.environ.get("BENCH_DISK")
+    return Written(*struct.unpack("QQQ", Path(page).read_bytes()[:24])) if page else None
+
+
 class Watched:
     """Counts what a run writes and makes durable, and slows it to a rate; :file:`disk.c` says how."""
 
     def __init__(self, library: Path, directory: Path, rate: float | None) -> None:
-        self.page = Path(tempfile.mkstemp(prefix="stillframe-bench-disk-")[1])
-        self.page.write_bytes(bytes(32))
+        fd, path = tempfile.mkstemp(prefix="stillframe-bench-disk-")
+        os.write(fd, bytes(32))
+        os.close(fd)
+        self.page = Path(path)
         self.environment = {
             "LD_PRELOAD": str(library),
             "BENCH_DISK": str(self.page),
             "BENCH_DISK_DEVICE": str(directory.stat().st_dev),
             **({"BENCH_DISK_RATE": str(rate)} if rate else {}),
         }
-
-    def read(self) -> Written:
-        return Written(*struct.unpack("QQQ", self.page.read_bytes()[:24]))
 
     def close(self) -> None:
         self.page.unlink(missing_ok=True)
@@ -101,5 +109,8 @@ def build_library(into: Path) -> Path:
         raise RuntimeError("no C compiler: install gcc to count fsyncs and to emulate a slower disk")
     library = into / "disk.so"
     source = Path(__file__).with_name("disk.c")
-    subprocess.run([compiler, "-O2", "-Wall", "-Werror", "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)
+    command = [compiler, "-O2", "-Wall", "-shared", "-fPIC", "-o", str(library), str(source), "-ldl"]
+    built = subprocess.run(command, check=False, capture_output=True, text=True)
+    if built.returncode:
+        raise RuntimeError(f"{source.name} does not compile: {built.stderr.strip().splitlines()[-1:]}")
     return library

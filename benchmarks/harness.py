@@ -26,12 +26,16 @@ import msgspec
 import psutil
 from benchmarks.case import Case, Outcome
 from benchmarks.disk import Watched, build_library
+from benchmarks.systems import SYSTEMS
 from rich.console import Console
 
 from stillframe.units import format_bytes
 
 _SUBREAPER = 36
 _SAMPLE_S = 0.1
+_STRIDE = 5
+"""Each turn begins so many cases later than the one before."""
+_HANGS = "hangs"
 _POPULATE_WRITE = 23
 _PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 _REPOSITORY = Path(__file__).resolve().parent.parent
@@ -65,7 +69,7 @@ class Harness:
                 f"{format_bytes(int(disk.disk_bytes * 1.1))}: make room, give another --root, or leave out questions"
             )
         memory = max(cases, key=lambda case: case.memory_bytes)
-        available = psutil.virtual_memory().available
+        available = available_memory()
         if available < memory.memory_bytes:
             raise Cannot(
                 f"{format_bytes(available)} of memory are available, and {memory.system} with {memory.gib:g} GiB needs "
@@ -75,12 +79,16 @@ class Harness:
     def turns(self, cases: Sequence[Case], turns: int) -> Iterator[Outcome]:
         """Every case, ``turns`` times, in turns."""
         failed: dict[Case, str] = {}
+        hanging: dict[str, str] = {}
         total = len(cases) * turns
         began = time.monotonic()
         for number in range(total):
-            turn, case = number // len(cases) + 1, cases[number % len(cases)]
-            if case in failed:
-                yield Outcome(case=case, turn=turn, error=failed[case])
+            turn, place = divmod(number, len(cases))
+            case = cases[(place + turn * _STRIDE) % len(cases)]
+            turn += 1
+            reason = failed.get(case) or hanging.get(case.system)
+            if reason:
+                yield Outcome(case=case, turn=turn, error=reason)
                 continue
             left = (time.monotonic() - began) / number * (total - number) if number else 0.0
             about = f"{case.system:<20} {case.gib:g} GiB"
@@ -90,6 +98,8 @@ class Harness:
             outcome = self.run(case, turn)
             if outcome.error:
                 failed[case] = outcome.error
+                if outcome.error.startswith(_HANGS):
+                    hanging[case.system] = outcome.error
             self.console.print(f"  {describe(outcome)}", end="", markup=False, highlight=False, soft_wrap=True)
             self.console.print(f"  [dim]about {left / 60:.0f} min left here[/dim]" if left > 30 else "")
             yield outcome
@@ -97,38 +107,35 @@ class Harness:
     def run(self, case: Case, turn: int = 1) -> Outcome:
         """Run a case once."""
         directory = Path(tempfile.mkdtemp(dir=self.root, prefix=f"{case.system}-"))
-        result = self.log.parent / "result.json"
-        result.unlink(missing_ok=True)
+        result, self._measured = directory.with_suffix(".result"), directory.with_suffix(".measured")
         watched = None
-        touch_memory(case.memory_bytes + case.disk_bytes)
         try:
+            touch_memory(case.memory_bytes + case.disk_bytes)
             if case.is_watched or case.disk_rate:
                 watched = Watched(self.library(), self.root, case.disk_rate)
             error = self._run(case, directory, result, watched)
             if error is None:
                 told = msgspec.json.decode(result.read_bytes())
                 figures, error = told.get("figures", {}), told.get("error")
-                if watched and case.is_watched and error is None:
-                    written = watched.read()
-                    figures["written"] = {
-                        "bytes": written.bytes, "file_syncs": written.file_syncs,
-                        "directory_syncs": written.directory_syncs,
-                    }  # fmt: skip
+                if case.is_watched and error is None:
                     figures["peak_bytes"] = self._peak
                 return Outcome(case=case, turn=turn, error=error, figures=figures)
             return Outcome(case=case, turn=turn, error=error)
         except RuntimeError as cannot:
             return Outcome(case=case, turn=turn, error=str(cannot))
         finally:
-            self._end_descendants()
-            if watched:
-                watched.close()
-            shutil.rmtree(directory, ignore_errors=True)
-            result.unlink(missing_ok=True)
+            with signals_held():
+                self._end_descendants()
+                if watched:
+                    watched.close()
+                shutil.rmtree(directory, ignore_errors=True)
+                for path in self.root.glob(f"{directory.name}.*"):
+                    path.unlink()
+                os.sync()  # what removing costs is not for the next one to pay
 
     def library(self) -> Path:
         if self._library is None:
-            self._library = build_library(self.log.parent)
+            self._library = build_library(self.root)
         return self._library
 
     def _run(self, case: Case, directory: Path, result: Path, watched: Watched | None) -> str | None:
@@ -138,8 +145,9 @@ class Harness:
         if case.is_sharded:
             module = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={case.ranks}", *module]
         environment = {
-            "OMP_NUM_THREADS": "1",
+            "ONEDNN_MAX_CPU_ISA": "AVX512_CORE",  # virtual machines may show AMX and forbid it
             **os.environ,
+            "BENCH_MEASURED": str(self._measured),
             **(watched.environment if watched else {}),
             "PYTHONPATH": os.pathsep.join([str(_REPOSITORY), str(_REPOSITORY / "src")]),
             "PYTHONWARNINGS": "ignore",
@@ -157,14 +165,17 @@ class Harness:
         sampler = threading.Thread(target=self._sample, args=(process.pid, done), daemon=True)
         if case.is_watched:
             sampler.start()
+        limit_s = case.limit_s + (SYSTEMS[case.system].start_s if case.system in SYSTEMS else 0)
         try:
-            code = process.wait(case.limit_s)
+            code = process.wait(limit_s)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-            return f"hangs: no result within {case.limit_s:.0f} s"
+            return f"{_HANGS}: no result within {limit_s:.0f} s"
         finally:
             done.set()
+            if case.is_watched:
+                sampler.join()
         if result.exists():
             return None
         name = signal.Signals(-code).name if code < 0 else f"exit code {code}"
@@ -172,18 +183,40 @@ class Harness:
 
     def _sample(self, pid: int, done: threading.Event) -> None:
         """The memory of a process and its descendants at its peak; pages that several share count once."""
-        while not done.wait(_SAMPLE_S):
+        while not done.wait(_SAMPLE_S) and not self._measured.exists():
             with contextlib.suppress(psutil.Error, OSError):
                 tree = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
                 self._peak = max(self._peak, sum(_proportional_bytes(each.pid) for each in tree))
 
     def _end_descendants(self) -> None:
         """End whatever the last run left, and wait until it is gone."""
-        left = set(psutil.Process().children(recursive=True)) - self._others
-        for process in left:
-            with contextlib.suppress(psutil.Error):
-                process.kill()
-        psutil.wait_procs(list(left), timeout=10)
+        for _ in range(10):  # what one of them has just started is found the next time
+            left = set(psutil.Process().children(recursive=True)) - self._others
+            if not left:
+                return
+            for process in left:
+                with contextlib.suppress(psutil.Error):
+                    process.kill()
+            psutil.wait_procs(list(left), timeout=10)
+
+
+@contextlib.contextmanager
+def signals_held() -> Iterator[None]:
+    """Ctrl-C and its like wait until this is done."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def available_memory() -> int:
+    """Bytes that may be used without swapping, in this container if it is one."""
+    available = int(psutil.virtual_memory().available)
+    with contextlib.suppress(OSError, ValueError):
+        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
+        available = min(available, limit - int(Path("/sys/fs/cgroup/memory.current").read_text()))
+    return available
 
 
 def touch_memory(size: int) -> None:
@@ -192,7 +225,7 @@ def touch_memory(size: int) -> None:
     A virtual machine gives memory that is free back to its host, and the next use of each page waits for the host:
     2.5 s for a GiB on the machine where this was noticed.  Who writes through the page cache would pay for that.
     """
-    size = min(size, int(psutil.virtual_memory().available * 0.7))
+    size = min(size, int(available_memory() * 0.7))
     with contextlib.suppress(OSError, ValueError), mmap.mmap(-1, size, flags=_PRIVATE) as memory:
         memory.madvise(mmap.MADV_HUGEPAGE)
         memory.madvise(_POPULATE_WRITE)

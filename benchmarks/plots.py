@@ -77,8 +77,10 @@ def legend(figure: Figure) -> None:
         for handle, text in zip(*axes.get_legend_handles_labels(), strict=True):
             entries.setdefault(text, handle)
     if entries:
-        columns = 4
-        figure.legend(entries.values(), entries.keys(), loc="outside upper left", ncols=columns, fontsize=8)
+        figure.legend(
+            entries.values(), entries.keys(), loc="outside upper left", ncols=4, fontsize=8,
+            title="hatched: training waits until it is written", title_fontsize=8, alignment="left",
+        )  # fmt: skip
 
 
 def save(figure: Figure, path: Path) -> None:

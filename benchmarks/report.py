@@ -18,6 +18,7 @@ from benchmarks.case import Outcome
 from benchmarks.questions import QUESTIONS
 from benchmarks.questions.base import Question, Table
 from benchmarks.systems import SYSTEMS
+from benchmarks.targets import targets
 from matplotlib.figure import Figure
 
 _SIZE = (11.0, 4.6)
@@ -29,16 +30,23 @@ class Results(msgspec.Struct, kw_only=True):
     question: str
     is_short: bool
     turns: int
+    command: str
     date: str
     machine: dict[str, str]
     versions: dict[str, str]
     outcomes: list[Outcome] = msgspec.field(default_factory=list)
 
     @classmethod
-    def new(cls, question: str, is_short: bool, turns: int, root: Path) -> Results:
+    def new(cls, question: str, is_short: bool, turns: int, root: Path, command: Sequence[str]) -> Results:
         now = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
         return cls(
-            question=question, is_short=is_short, turns=turns, date=now, machine=machine(root), versions=versions()
+            question=question,
+            is_short=is_short,
+            turns=turns,
+            command=" ".join(command),
+            date=now,
+            machine=machine(root),
+            versions=versions(),
         )
 
     def write(self, directory: Path) -> None:
@@ -89,15 +97,23 @@ def versions() -> dict[str, str]:
 
 
 def write_report(results: Path, to: Path | None = None, plots_in: str = "") -> str:
-    """Write ``BENCHMARKS.md`` and the plots; returns what to tell the person."""
+    """Write ``BENCHMARKS.md`` and the plots; returns what to tell the person.
+
+    What somebody wrote about a question's results, in a file of its name beside the plot, comes after its tables.
+    """
     to = to or results
     pictures = to / plots_in
     pictures.mkdir(parents=True, exist_ok=True)
     everything = read_results(results)
     parts = [head(everything)]
+    table = targets({each.question: each.outcomes for each in everything if not each.is_short})
+    if table:
+        parts.append(markdown(table))
     for each in everything:
         question = QUESTIONS[each.question]
-        parts.append(section(question, each, draw(question, each.outcomes, pictures), plots_in))
+        notes = pictures / f"{question.name}.md"
+        written = notes.read_text() if notes.exists() else ""
+        parts.append(section(question, each, draw(question, each.outcomes, pictures), plots_in) + written)
     parts.append(systems_section(everything))
     path = to / "BENCHMARKS.md"
     path.write_text("\n".join(parts))
@@ -107,16 +123,17 @@ def write_report(results: Path, to: Path | None = None, plots_in: str = "") -> s
 def head(everything: Sequence[Results]) -> str:
     machine_ = everything[0].machine
     versions_ = ", ".join(f"{name} {version}" for name, version in everything[0].versions.items())
-    form = "short form" if everything[0].is_short else "full form"
-    command = "make bench" if everything[0].is_short else "make bench-full"
-    dates = f"{everything[0].date} to {everything[-1].date}"
+    commands = sorted({f"`{each.command}`" for each in everything})
+    dates = " to ".join(sorted({min(each.date for each in everything), max(each.date for each in everything)}))
     return (
         "# Benchmarks\n\n"
-        f"`{command}` ({form}), {dates}. {machine_['cpu']}, {machine_['memory']}, {machine_['disk']}, "
+        f"{', '.join(commands)}, {dates}. {machine_['cpu']}, {machine_['memory']}, {machine_['disk']}, "
         f"{machine_['kernel']}, Python {machine_['python']}; {versions_}.\n\n"
-        "Every run is a process of its own with a fresh directory; the systems take turns. After each run the last two "
-        "checkpoints are restored through the system's own restore and compared bit for bit; one that does not come back is "
-        "marked wrong and has no figures. Figures are medians, with the least and the most in brackets.\n"
+        "Every run is a process of its own with a fresh directory; the systems take turns, in another order each time. After "
+        "each run the last two checkpoints (of real training: one, made while training goes on) are restored through the "
+        "system's own restore and compared bit for bit; a case that once does not come back is marked wrong and has no "
+        "figures. Figures are medians, with the least and the most in brackets. Everything is kept by everybody: no old "
+        "checkpoint is removed during a run.\n"
     )
 
 

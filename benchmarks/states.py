@@ -101,6 +101,9 @@ def scramble(state: State) -> None:
     for _, tensor in tensors_of(state):
         tensor.view(-1).view(torch.uint8).zero_()
     if "values" in state:
+        for sample in state["values"].values():
+            if isinstance(sample, dict):
+                sample.update(path="", at=[0, 0], loss=0.0)
         state["values"]["position"] = -1
 
 

@@ -20,7 +20,7 @@ from benchmarks.systems.base import State, System, tensors_of
 from demo.gpt import GPT, Sizes
 from demo.text import Text
 
-_ITERATIONS = 6
+ITERATIONS = 6
 _ROWS = 8
 
 MODELS = {
@@ -88,24 +88,24 @@ class PythonLoop:
 
 
 def training(case: Case, directory: Path) -> dict[str, Any]:
-    """``case.iterations`` pairs of turns; ``case.detail`` names the model."""
+    """Pairs of turns of :data:`ITERATIONS` iterations; ``case.detail`` names the model."""
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     sizes = MODELS[case.detail]
     trainee: Trainee = TrainedGPT(sizes) if sizes else PythonLoop(int(case.gib * GIB))
     system = SYSTEMS[case.system](directory, trainee.state)
-    run(trainee, system, 1, 0, None)
+    run(trainee, system, 1, 0, [])  # plans, and touches its buffers for the first time
     step = 1
-    quiet, saving = [], []
+    quiet: list[float] = []
+    saving: list[float] = []
     blocked: list[float] = []
-    for _ in range(case.iterations):
-        quiet.append(run(trainee, system, _ITERATIONS, step, None))
-        saving.append(run(trainee, system, _ITERATIONS, step, blocked))
-        step += _ITERATIONS
-        system.finish()
-        system.fence()
-        os.sync()
-    tokens = trainee.tokens * _ITERATIONS
-    right = case.system == "none" or restores(system, trainee, step)
+    for pair in range(case.iterations // ITERATIONS):
+        for is_saving in (pair % 2 == 0, pair % 2 == 1):
+            os.sync()
+            seconds = run(trainee, system, ITERATIONS, step, blocked if is_saving else None)
+            (saving if is_saving else quiet).append(seconds)
+            step += ITERATIONS if is_saving else 0
+    tokens = trainee.tokens * ITERATIONS
+    right = case.system == "none" or restores(system, trainee, step + 1)
     system.close()
     return {
         "bytes": states.bytes_of(trainee.state), "quiet": [tokens / each for each in quiet],
@@ -114,7 +114,10 @@ def training(case: Case, directory: Path) -> dict[str, Any]:
 
 
 def run(trainee: Trainee, system: System, iterations: int, step: int, blocked: list[float] | None) -> float:
-    """Seconds of some iterations, with a save at the end of each if ``blocked`` is there to note what it cost."""
+    """Seconds of some iterations, with a save at the end of each if ``blocked`` is there to note what it cost.
+
+    The time until the last save is complete is part of it, so that nobody's work is left out.
+    """
     began = time.perf_counter()
     for number in range(step + 1, step + iterations + 1):
         trainee.compute()
@@ -126,12 +129,18 @@ def run(trainee: Trainee, system: System, iterations: int, step: int, blocked: l
         if blocked is not None:
             system.save(number)
             blocked.append(fenced - computed + time.perf_counter() - updated)
+    system.finish()
     return time.perf_counter() - began
 
 
 def restores(system: System, trainee: Trainee, step: int) -> bool:
-    """Whether the last save, which is of the state as it is now, comes back."""
+    """Whether a save comes back, if training goes on as soon as the fence lets it."""
+    system.save(step)
     expected = states.digest_of(trainee.state)
+    system.fence()
+    trainee.compute()
+    trainee.update()
+    system.finish()
     with torch.no_grad():
         for _, tensor in tensors_of(trainee.state):
             tensor.zero_()

@@ -25,7 +25,8 @@ class Scope:
     is_short: bool
     systems: Sequence[str]
     max_gib: float
-    harness: Harness
+    harness: Harness | None
+    """None while only the room is worked out: then nothing may be run."""
 
     def sizes(self, *gib: float) -> list[float]:
         return [each for each in gib if each <= self.max_gib] or [min(gib[0], self.max_gib)]
@@ -64,10 +65,14 @@ class Question:
 
 def good(outcomes: Iterable[Outcome], **which: Any) -> list[Outcome]:
     """The outcomes that may be used, of the cases with these attributes."""
+    outcomes = list(outcomes)
+    wrong = [each.case for each in outcomes if not each.error and not each.is_good]  # once wrong, never right
     return [
         each
         for each in outcomes
-        if each.is_good and all(getattr(each.case, name) == value for name, value in which.items())
+        if each.is_good
+        and each.case not in wrong
+        and all(getattr(each.case, name) == value for name, value in which.items())
     ]
 
 

@@ -19,7 +19,7 @@ class Growth(Question):
     name = "growth"
     title = "Growth: what save() and the commit cost as things get larger"
     asks = (
-        "stillframe alone. save() of more tensors (64 MiB in all; each weight of a module with AdamW brings three more) and "
+        "stillframe alone. save() of more tensors (64 MiB; with AdamW, each weight brings three more) and "
         "of more bytes (96 tensors), not counting the first, which plans. The commit: from the last rank's seal to the "
         "manifest, with so many real keepers in one directory on this machine; and rank 0's own work to take and check so "
         "many real seals, the last of which comes late. The lines are least squares through the medians, a + b·n."
@@ -55,11 +55,19 @@ class Growth(Question):
         for name, unit, points in series(outcomes):
             cells = ", ".join(f"{place(at)}: {spread(samples)}" for at, samples in points)
             rows.append([name, cells, law(points, unit)])
-        return [Table("In milliseconds: median (least–most)", ["cost", "measured at", "fitted"], rows)]
+        tables = [Table("In milliseconds: median (least–most)", ["cost", "measured at", "fitted"], rows)]
+        counted = [each for each in good(outcomes, task="commit-cost") if each.figures["member"]]
+        if counted:
+            calls = [
+                [str(int(count_of(each))), calls_of(each, "member"), calls_of(each, "coordinator")] for each in counted
+            ]
+            head = ["ranks", "any other rank", "rank 0"]
+            tables.append(Table("File-system calls per step, counted with strace", head, calls))
+        return tables
 
     def draw(self, outcomes: Sequence[Outcome], figure: Figure) -> None:
         found = series(outcomes)
-        panels = figure.subplots(1, len(found))
+        panels = figure.subplots(1, len(found), squeeze=False)[0]
         for axes, (name, unit, points) in zip(panels, found, strict=True):
             places = [at for at, _ in points]
             middles = [median(samples) for _, samples in points]
@@ -67,9 +75,13 @@ class Growth(Question):
             most = [max(samples) - middle for middle, (_, samples) in zip(middles, points, strict=True)]
             axes.errorbar(places, middles, [least, most], fmt="o", ms=4, color=colour("stillframe"), capsize=2, lw=0.8)
             base, each = fit(points)
-            axes.plot(places, [base + each * at for at in places], color="#333333", lw=0.8)
+            steps = [places[0] * (places[-1] / places[0]) ** (step / 50) for step in range(51)]
+            axes.plot(steps, [base + each * at for at in steps], color="#333333", lw=0.8)
             axes.set_xscale("log")
-            axes.set_ylim(bottom=0)
+            if max(middles) > 10 * min(middles):
+                axes.set_yscale("log")
+            else:
+                axes.set_ylim(bottom=0)
             axes.set_title(name.replace(": ", ":\n"), fontsize=8)
             axes.set_xlabel(unit)
         panels[0].set_ylabel("milliseconds")
@@ -89,6 +101,10 @@ def series(outcomes: Sequence[Outcome]) -> list[tuple[str, str, Points]]:
         ("commit: a late seal", "ranks", points(good(outcomes, task="collect-cost"), count_of, "late_s")),
     ]
     return [each for each in found if each[2]]
+
+
+def calls_of(outcome: Outcome, who: str) -> str:
+    return f"{sum(outcome.figures[who]['by_name'].values()):.0f}"
 
 
 def count_of(outcome: Outcome) -> float:

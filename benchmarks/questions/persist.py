@@ -9,6 +9,7 @@ from benchmarks.questions.base import Question, Scope, Table, good, label, media
 from matplotlib.figure import Figure
 
 _RAW = "raw O_DIRECT writer"
+_SYNCS = ("file_syncs", "directory_syncs")
 
 
 class Persist(Question):
@@ -57,9 +58,9 @@ class Persist(Question):
             memory, syncs = "—", "—"
             if watched and base:
                 memory = f"{(median(each.figures['peak_bytes'] for each in watched) - median(base)) / GIB:.2f}"
-                saves = watched[0].case.iterations + 1
-                calls = watched[0].figures["written"]
-                syncs = f"{number(calls['file_syncs'] / saves)} / {number(calls['directory_syncs'] / saves)}"
+                saves = watched[0].case.iterations
+                calls = [median(each.figures[name] for each in watched) / saves for name in _SYNCS]
+                syncs = " / ".join(map(number, calls))
             rows.append(
                 [
                     label(system),

@@ -28,7 +28,7 @@ class Stall(Question):
     asks = (
         "An iteration is 1 s (0.5 s in the short form) of emulated forward and backward (waiting: the CPU is free, as beside an accelerator) and an "
         "update that changes every page. Blocked is the time in save() and in the fence before the update: the median of "
-        "all saves but the first, which plans and allocates, with the least and the most. Over 1 is the iteration's time "
+        "saves that find the one before in flight, with the least and the most. Over 1 is the iteration's time "
         "divided by that without saving."
     )
 

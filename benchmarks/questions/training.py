@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 from benchmarks.case import Case, Outcome
 from benchmarks.plots import bars
-from benchmarks.questions.base import Question, Scope, Table, good, label, number, spread, systems_in
+from benchmarks.questions.base import Question, Scope, Table, good, label, median, number, spread, systems_in
+from benchmarks.training import ITERATIONS
 from matplotlib.figure import Figure
 
 _GIB = {"gpt-10M": 0.11, "gpt-25M": 0.29, "gpt-50M": 0.55, "python": 0.25}
@@ -18,8 +19,8 @@ class Training(Question):
     title = "Real training on this CPU"
     asks = (
         "The demo's GPT at three sizes, with AdamW, on all cores, and a loop that never leaves the Python interpreter; a save "
-        "at every iteration. Turns of 6 iterations without and 6 with saving alternate within one process; the figure is "
-        "speed with saving over speed without, of each pair. There is no accelerator: copying, checksums and writing take "
+        "at every iteration. Turns of 6 iterations without and 6 with saving, until the last save is complete, alternate "
+        "within one process; the figure is speed with saving over speed without, of each pair. There is no accelerator: copying, checksums and writing take "
         "cores and memory bandwidth from the training. Not saving shows the noise."
     )
 
@@ -30,8 +31,7 @@ class Training(Question):
                 task="training",
                 system=system,
                 gib=_GIB[model],
-                iterations=2 if scope.is_short else 3,
-                every=(1,),
+                iterations=ITERATIONS * (2 if scope.is_short else 4),
                 detail=model,
             )
             for model in models
@@ -55,9 +55,7 @@ class Training(Question):
             quiet = [each for one in good(outcomes, detail=model) for each in one.figures["quiet"]]
             size = next(one.figures["bytes"] for one in good(outcomes, detail=model)) / 2**20
             unit = "additions" if model == "python" else "tokens"
-            head.append(
-                f"{_NAMES.get(model, model)}, {size:.0f} MiB ({number(sorted(quiet)[len(quiet) // 2])} {unit}/s)"
-            )
+            head.append(f"{_NAMES.get(model, model)}, {size:.0f} MiB ({number(median(quiet))} {unit}/s)")
         return [Table("Speed with a save at every iteration over speed without", ["system", *head], rows)]
 
     def draw(self, outcomes: Sequence[Outcome], figure: Figure) -> None:

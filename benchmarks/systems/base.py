@@ -37,6 +37,8 @@ class System:
     """The distributions whose versions belong to a figure."""
     how: ClassVar[str]
     """How it is used here, in one sentence: the calls and the settings that matter."""
+    start_s: ClassVar[float] = 0
+    """What its first start on a machine may take, if it has something to build."""
     host_bytes: ClassVar[int | None] = None
     """What it may hold in host memory, if a question says so and the system can be told."""
 

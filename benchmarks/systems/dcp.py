@@ -11,7 +11,7 @@ from benchmarks.systems.base import State, System, init_alone
 class DcpSave(System):
     name = "dcp"
     label = "dcp.save"
-    how = "dcp.save(state, checkpoint_id=…) with a gloo group; restored with dcp.load"
+    how = "dcp.save with FileSystemWriter(thread_count=2) and a gloo group; restored with dcp.load"
 
     def __init__(self, directory: Path, state: State, rank: int = 0) -> None:
         import torch.distributed.checkpoint as dcp
@@ -24,7 +24,11 @@ class DcpSave(System):
         return self.directory / f"step-{step}"
 
     def save(self, step: int) -> None:
-        self.dcp.save(self.state, checkpoint_id=self.path(step))
+        self.dcp.save(self.state, storage_writer=self.writer(step))
+
+    def writer(self, step: int) -> Any:
+        """With a thread for each core: about twice as fast here as its default of one."""
+        return self.dcp.FileSystemWriter(self.path(step), thread_count=2)
 
     def restore(self, step: int) -> None:
         self.dcp.load(self.state, checkpoint_id=self.path(step))
@@ -52,7 +56,8 @@ class DcpAsync(DcpSave):
 
     def save(self, step: int) -> None:
         self.finish()
-        response = self.dcp.async_save(self.state, checkpoint_id=self.path(step), **self.options)
+        where = {"storage_writer": self.writer(step)} if self.options else {"checkpoint_id": self.path(step)}
+        response = self.dcp.async_save(self.state, **where, **self.options)
         if hasattr(response, "staging_completion"):
             self.staging, self.uploading = response.staging_completion, response.upload_completion
         else:
@@ -74,7 +79,7 @@ class DcpAsyncThread(DcpAsync):
     label = "dcp.async_save\nthread, lazy staging"
     how = (
         "dcp.async_save on a thread with DefaultStager(use_async_staging=True), pinned and non-blocking copies off "
-        "(no CUDA); the update waits for staging_completion"
+        "(no CUDA), FileSystemWriter(thread_count=2); the update waits for staging_completion"
     )
 
     def __init__(self, directory: Path, state: State, rank: int = 0) -> None:
@@ -98,8 +103,8 @@ class DcpAsyncProcess(DcpAsyncThread):
     name = "dcp-async-process"
     label = "dcp.async_save\nprocess, shared memory"
     how = (
-        "dcp.async_save in a process with DefaultStager(use_async_staging=True, use_shared_memory=True); "
-        "the update waits for staging_completion"
+        "dcp.async_save in a process with DefaultStager(use_async_staging=True, use_shared_memory=True), "
+        "FileSystemWriter(thread_count=2); the update waits for staging_completion"
     )
 
     def __init__(self, directory: Path, state: State, rank: int = 0) -> None:

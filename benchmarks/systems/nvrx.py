@@ -69,7 +69,7 @@ class NvrxAsync(System):
     def finish(self) -> None:
         while self.queue.get_num_unfinalized_calls():
             if not self.queue.maybe_finalize_async_calls(no_dist=True):
-                time.sleep(0.001)
+                time.sleep(0.005)
 
     def restore(self, step: int) -> None:
         self.dcp.load(self.state, checkpoint_id=self.path(step))

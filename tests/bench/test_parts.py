@@ -14,6 +14,7 @@ import torch
 from benchmarks import states
 from benchmarks.case import Case, Outcome
 from benchmarks.disk import Watched, build_library
+from benchmarks.disk import written as disk_written
 from benchmarks.harness import Cannot, Harness
 from benchmarks.plots import bars
 from benchmarks.questions import QUESTIONS
@@ -150,11 +151,13 @@ def write(path: Path, size: int, environment: dict[str, str]) -> float:
     return float(run.stdout)
 
 
-def test_the_slowed_disk_takes_its_rate_and_counts(tmp_path: Path) -> None:
+def test_the_slowed_disk_takes_its_rate_and_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     watched = Watched(build_library(tmp_path), tmp_path, rate=8e6)
     seconds = write(tmp_path / "file", 4 << 20, watched.environment)
     assert seconds > (4 << 20) / 8e6 * 0.99
-    written = watched.read()
+    monkeypatch.setenv("BENCH_DISK", watched.environment["BENCH_DISK"])
+    written = disk_written()
+    assert written
     assert (written.bytes, written.file_syncs, written.directory_syncs) == (4 << 20, 2, 1)
     watched.close()
     assert not watched.page.exists()
@@ -191,7 +194,7 @@ def test_tables_live_with_systems_that_failed(name: str, harness: Harness, tmp_p
     outcome = Outcome(case=SMALL, turn=1, error="ModuleNotFoundError: no such package")
     from benchmarks.report import Results, write_report
 
-    results = Results.new(name, True, 1, tmp_path)
+    results = Results.new(name, True, 1, tmp_path, ["python -m benchmarks"])
     results.outcomes.append(outcome)
     results.write(tmp_path)
     write_report(tmp_path)

@@ -21,7 +21,7 @@ SHAPES = {
     "medium": "1,000 tensors, fp32",
     "small": "30,000 tensors, fp32",
     "dtypes": "300 tensors of nine dtypes",
-    "objects": "12 tensors and 100,000 Python values",
+    "objects": "12 tensors and 10,000 Python values",
 }
 _COUNTS = {"layers": 96, "large": 10, "medium": 1_000, "small": 30_000, "dtypes": 300, "objects": 12}
 _DTYPES = (
@@ -53,7 +53,7 @@ def make_state(size: int, shape: str = "layers") -> State:
                 "at": [index, index * 31 % 1009],
                 "loss": index / 7,
             }
-            for index in range(25_000)
+            for index in range(2_500)
         }
     set_step(state, 0)
     return state

@@ -24,9 +24,9 @@ ITERATIONS = 6
 _ROWS = 8
 
 MODELS = {
+    "gpt-5M": Sizes(width=256, heads=4, layers=6),
     "gpt-10M": Sizes(),
     "gpt-25M": Sizes(width=512, heads=8),
-    "gpt-50M": Sizes(width=640, heads=10, layers=10),
     "python": None,
 }
 

@@ -25,7 +25,8 @@ class Shapes(Question):
         return [
             Case(
                 task="loop", system=system, gib=scope.sizes(1 / 16 if scope.is_short else 0.25)[0], shape=shape,
-                iterations=2 if scope.is_short else 3, compute_s=0.3,
+                iterations=2,
+                limit=300, compute_s=0.3,
             )
             for shape in shapes
             for system in (scope.few() if scope.is_short else scope.systems)

@@ -19,6 +19,9 @@ from benchmarks.questions.base import (
 )
 from matplotlib.figure import Figure
 
+_ALL_UP_TO = 2.0
+"""GiB; beyond, one system of each kind is asked."""
+
 
 class Stall(Question):
     """How long does one save hold training up?"""
@@ -40,7 +43,7 @@ class Stall(Question):
                 compute_s=0.5 if scope.is_short else 1.0,
             )
             for gib in sizes
-            for system in scope.systems
+            for system in (scope.few() if gib > _ALL_UP_TO else scope.systems)
         ]  # fmt: skip
 
     def turns(self, is_short: bool) -> int:

@@ -8,7 +8,7 @@ from benchmarks.questions.base import Question, Scope, Table, good, label, media
 from benchmarks.training import ITERATIONS
 from matplotlib.figure import Figure
 
-_GIB = {"gpt-10M": 0.11, "gpt-25M": 0.29, "gpt-50M": 0.55, "python": 0.25}
+_GIB = {"gpt-5M": 0.06, "gpt-10M": 0.11, "gpt-25M": 0.29, "python": 0.25}
 _NAMES = {"python": "a loop of pure Python"}
 
 

@@ -76,7 +76,7 @@ def ask(options: argparse.Namespace, root: Path, out: Path, console: Console) ->
             if turns > 1
             else f"[bold]{question.title}[/bold]"
         )
-        results = Results.new(question.name, options.short, turns, root, ["python -m benchmarks", *sys.argv[1:]])
+        results = Results.new(question.name, options.short, turns, root, command_of(options))
         outcomes: list[Outcome] = results.outcomes
         for outcome in harness.turns(cases, turns):
             outcomes.append(outcome)
@@ -98,6 +98,13 @@ def parse() -> argparse.Namespace:
     if options.max_gib <= 0:
         parser.error("--max-gib: more than 0")
     return options
+
+
+def command_of(options: argparse.Namespace) -> list[str]:
+    """What was asked, without where things lay."""
+    command = ["python -m benchmarks", *(["--short"] if options.short else [])]
+    command += [f"--system {name}" for name in options.system or ()]
+    return command + ([f"--turns {options.turns}"] if options.turns else [])
 
 
 def one_of(what: str, names: Sequence[str]) -> Any:

@@ -123,11 +123,10 @@ def write_report(results: Path, to: Path | None = None, plots_in: str = "") -> s
 def head(everything: Sequence[Results]) -> str:
     machine_ = everything[0].machine
     versions_ = ", ".join(f"{name} {version}" for name, version in everything[0].versions.items())
-    commands = sorted({f"`{each.command}`" for each in everything})
     dates = " to ".join(sorted({min(each.date for each in everything), max(each.date for each in everything)}))
     return (
         "# Benchmarks\n\n"
-        f"{', '.join(commands)}, {dates}. {machine_['cpu']}, {machine_['memory']}, {machine_['disk']}, "
+        f"{dates}. {machine_['cpu']}, {machine_['memory']}, {machine_['disk']}, "
         f"{machine_['kernel']}, Python {machine_['python']}; {versions_}.\n\n"
         "Every run is a process of its own with a fresh directory; the systems take turns, in another order each time. After "
         "each run the last two checkpoints (of real training: one, made while training goes on) are restored through the "
@@ -148,7 +147,7 @@ def section(question: Question, results: Results, is_drawn: bool, plots_in: str)
         lines.append(f"![{question.title}]({path})\n")
     lines += [f"- {line}" for line in failures(results.outcomes)]
     turns = f"{results.turns} turns" if results.turns > 1 else "1 turn"
-    lines.append(f"\n{turns}, from {results.date}.\n")
+    lines.append(f"\n`{results.command} --question {question.name}`, {turns}, {results.date}.\n")
     return "\n".join(lines)
 
 

@@ -18,10 +18,12 @@ from benchmarks.disk import written as disk_written
 from benchmarks.harness import Cannot, Harness
 from benchmarks.plots import bars
 from benchmarks.questions import QUESTIONS
+from benchmarks.questions.base import good
 from benchmarks.questions.growth import fit
 from benchmarks.report import failures
 from benchmarks.systems import SYSTEMS
 from benchmarks.systems.base import System, copy_into, map_tensors, tensors_of
+from benchmarks.targets import targets
 from benchmarks.tasks import one_loop
 from matplotlib.figure import Figure
 from rich.console import Console
@@ -201,3 +203,43 @@ def test_tables_live_with_systems_that_failed(name: str, harness: Harness, tmp_p
     report = (tmp_path / "BENCHMARKS.md").read_text()
     assert question.title in report
     assert "ModuleNotFoundError: no such package" in report
+
+
+def test_a_report_comes_out_of_one_point_of_growth(tmp_path: Path) -> None:
+    """As Ctrl-C in its first minutes leaves it."""
+    from benchmarks.report import Results, write_report
+
+    case = Case(task="save-cost", system="stillframe", gib=1 / 16, iterations=3, detail="dict 100")
+    results = Results.new("growth", False, 1, tmp_path, ["python -m benchmarks"])
+    results.outcomes.append(Outcome(case=case, turn=1, figures={"save_s": [0.001, 0.002, 0.003]}))
+    results.write(tmp_path)
+    write_report(tmp_path)
+    assert "100: 2 (1–3)" in (tmp_path / "BENCHMARKS.md").read_text()
+    assert (tmp_path / "growth.png").exists()
+
+
+def stalled(system: str, *blocked_ms: float, is_right: bool = True) -> Outcome:
+    case = Case(task="loop", system=system, gib=1.5, iterations=3, compute_s=1)
+    loop = {"every": 1, "blocked_s": [each / 1e3 for each in blocked_ms], "iteration_s": [1.0]}
+    return Outcome(case=case, turn=1, figures={"loops": [loop], "is_right": is_right})
+
+
+def test_targets_are_against_the_best_peer_that_is_right() -> None:
+    outcomes = [
+        stalled("none", 0.01, 0.01),
+        stalled("torch-save", 900, 950, 1000),
+        stalled("dcp-async", 40, 50, 60),
+        stalled("nvrx", 1, 1, 1, is_right=False),
+        stalled("stillframe", 0.4, 0.5, 0.6),
+    ]
+    table = targets({"stall": outcomes})
+    assert table
+    assert table.rows[0][2] == "100 ×, **missed**"
+    assert table.rows[0][3] == "dcp.async_save: 50 ms; stillframe: 0.5 ms"
+
+
+def test_a_case_that_is_once_wrong_has_no_figures() -> None:
+    right, wrong = stalled("nvrx", 1), stalled("nvrx", 1, is_right=False)
+    assert good([right]) == [right]
+    assert good([right, wrong]) == []
+    assert failures([right, wrong]) == ["**NVRx async** is WRONG: what it wrote did not restore bit for bit (1.5 GiB)"]

@@ -24,7 +24,7 @@ class Restore(Question):
         gib = scope.sizes(0.25 if scope.is_short else 1.5)[0]
         iterations = 2 if scope.is_short else 3
         raw = [Case(task="restore-raw", system="raw", gib=gib, iterations=iterations)]
-        peers = [each for each in scope.systems if each != "none"]
+        peers = [each for each in (scope.few() if scope.is_short else scope.systems) if each != "none"]
         return raw + [Case(task="restore", system=each, gib=gib, iterations=iterations) for each in peers]
 
     def tables(self, outcomes: Sequence[Outcome]) -> list[Table]:

@@ -36,7 +36,7 @@ class Stall(Question):
     )
 
     def cases(self, scope: Scope) -> list[Case]:
-        sizes = scope.sizes(0.5) if scope.is_short else scope.sizes(0.25, 1.5, 4.0)
+        sizes = scope.sizes(0.25) if scope.is_short else scope.sizes(0.25, 1.5, 4.0)
         return [
             Case(
                 task="loop", system=system, gib=gib, iterations=3,

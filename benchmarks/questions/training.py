@@ -9,6 +9,7 @@ from benchmarks.training import ITERATIONS
 from matplotlib.figure import Figure
 
 _GIB = {"gpt-5M": 0.06, "gpt-10M": 0.11, "gpt-25M": 0.29, "python": 0.25}
+_SHORT = ("none", "torch-save", "torch-checkpointing", "stillframe")
 _NAMES = {"python": "a loop of pure Python"}
 
 
@@ -36,6 +37,7 @@ class Training(Question):
             )
             for model in models
             for system in scope.few()
+            if not scope.is_short or system in _SHORT
         ]
 
     def turns(self, is_short: bool) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
 from benchmarks.systems.base import State, System, init_alone
 
 
@@ -46,6 +47,7 @@ class DcpAsync(DcpSave):
     def __init__(self, directory: Path, state: State, rank: int = 0) -> None:
         super().__init__(directory, state, rank)
         self.options = {}
+        self.group: Any = torch.distributed.new_group(backend="gloo")  # for the thread; training has its own
         self.uploading: Any = None
         self.staging: Any = None
 
@@ -57,7 +59,7 @@ class DcpAsync(DcpSave):
     def save(self, step: int) -> None:
         self.finish()
         where = {"storage_writer": self.writer(step)} if self.options else {"checkpoint_id": self.path(step)}
-        response = self.dcp.async_save(self.state, **where, **self.options)
+        response = self.dcp.async_save(self.state, **where, **self.options, process_group=self.group)
         if hasattr(response, "staging_completion"):
             self.staging, self.uploading = response.staging_completion, response.upload_completion
         else:

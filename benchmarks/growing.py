@@ -15,7 +15,7 @@ import stillframe
 
 
 def save_cost(case: Case, directory: Path) -> dict[str, Any]:
-    """``save()`` and its fence, of ``case.detail`` tensors in ``case.gib``: as a plain dict, or "module": with AdamW."""
+    """``save()`` of ``case.detail`` tensors in ``case.gib``: as a plain dict, or "module": with AdamW."""
     kind, count = case.detail.split()
     items = max(1, int(case.gib * GIB) // 4 // int(count))
     state: dict[str, Any]
@@ -28,24 +28,16 @@ def save_cost(case: Case, directory: Path) -> dict[str, Any]:
         state = {"model": model, "optimizer": optimizer}
     else:
         state = {f"tensor{index}": torch.ones(items) for index in range(int(count))}
-    plan_s, save_s, fence_s, commit_s = 0.0, [], [], []
+    save_s = []
     with stillframe.Checkpointer(directory, keep=stillframe.KeepLast(1)) as checkpointer:
         for step in range(case.iterations + 1):
             began = time.perf_counter()
             save = checkpointer.save(step, state)
             saved = time.perf_counter() - began
             save.wait()
-            if step == 0:
-                plan_s = saved
-            else:
+            if step:  # the first plans
                 save_s.append(saved)
-                assert save.times.committed_s
-                assert save.times.sealed_s
-                commit_s.append(save.times.committed_s - save.times.sealed_s)
-            began = time.perf_counter()
-            checkpointer.fence()
-            fence_s.append(time.perf_counter() - began)
-    return {"plan_s": plan_s, "save_s": save_s, "fence_s": fence_s, "commit_s": commit_s}
+    return {"save_s": save_s}
 
 
 def commit_cost(case: Case, directory: Path) -> dict[str, Any]:

@@ -245,6 +245,16 @@ def write(path: Path, size: int) -> None:
     file.finish()
 
 
+def test_a_buffer_asks_for_huge_pages() -> None:
+    if not Path("/sys/kernel/mm/transparent_hugepage").exists():
+        pytest.skip("this kernel has no huge pages")
+    buffer = direct.aligned_buffer(64 << 20)
+    start = f"{ctypes.addressof(ctypes.c_char.from_buffer(buffer)):x}-"
+    mappings = Path("/proc/self/smaps").read_text()
+    flags = mappings[mappings.index(f"\n{start}") :].split("VmFlags:")[1].splitlines()[0]
+    assert "hg" in flags.split()
+
+
 @pytest.mark.parametrize("size", SIZES)
 def test_a_file_of_any_size_has_exactly_the_bytes_written(place: Path, size: int) -> None:
     write(place / "a", size)

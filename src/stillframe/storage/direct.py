@@ -7,6 +7,7 @@ cache to the training data; its price is that addresses, lengths and offsets are
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import fcntl
@@ -24,8 +25,12 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def aligned_buffer(size: int) -> mmap.mmap:
-    """Zeroed memory that direct I/O accepts."""
-    return mmap.mmap(-1, max(round_up(size, BLOCK_BYTES), BLOCK_BYTES), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    """Zeroed memory that direct I/O accepts, in huge pages where the kernel has them: a transfer into 4 KiB pages is
+    thousands of pieces for the device, which reads them at half the rate."""
+    buffer = mmap.mmap(-1, max(round_up(size, BLOCK_BYTES), BLOCK_BYTES), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a kernel without huge pages
+        buffer.madvise(mmap.MADV_HUGEPAGE)
+    return buffer
 
 
 def _open(path: Path, flags: int) -> tuple[int, bool]:

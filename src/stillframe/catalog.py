@@ -94,6 +94,35 @@ class Catalog:
     def damaged_path(self, step: int) -> Path:
         return self.dir(step) / names.damaged_manifest(self.rank)
 
+    def lacks(self, step: int) -> str:
+        """What is wrong with a committed step as far as names and sizes tell; empty if nothing is.
+
+        A manifest that is gone by now is no fault: raises :class:`NotFoundError`.  Raises: :class:`VersionError`, and
+        :class:`StorageError` for what cannot be looked at.
+        """
+        path = self.manifest_path(step)
+        try:
+            manifest = decode_manifest(durable.read_small(path, limits.MAX_MANIFEST_BYTES), file=str(path))
+            for entry in manifest.ranks:
+                for name, size in ((entry.segment, entry.segment_bytes), (entry.seal, None)):
+                    try:
+                        found = os.lstat(self.dir(step) / name).st_size
+                    except FileNotFoundError:
+                        os.lstat(path)  # gone, too: then retention has just removed it all
+                        return f"{name} is missing"
+                    if size is not None and found != size:
+                        return f"{name} has {found} bytes instead of {size}"
+        except FileNotFoundError:
+            raise NotFoundError(f"step {step} is gone from {self.root}") from None
+        except IntegrityError as error:
+            return str(error)
+        except OSError as error:
+            problem = durable.read_error(f"looking at {path}", error)
+            if isinstance(problem, IntegrityError):
+                return str(problem)
+            raise problem from error
+        return ""
+
     def mark_damaged(self, step: int) -> bool:
         """Un-publish a checkpoint whose bytes are wrong, keeping its files for a person to look at.
 
@@ -168,6 +197,13 @@ class Checkpoint:
                 sealed = self._sealed[rank] = Sealed(self.path, self.manifest, entry)
                 self._closing.callback(sealed.file.close)
             return sealed
+
+    def release(self, rank: int) -> None:
+        """Let go of one rank's part; it is opened again when asked for.  Nobody may be reading it."""
+        with self._opening:
+            sealed = self._sealed.pop(rank, None)
+        if sealed is not None:
+            sealed.file.close()
 
     def close(self) -> None:
         """Let go of the files and the lock; may be called again."""

@@ -14,6 +14,7 @@ PARTIAL = ".partial"
 
 _STEP = re.compile(r"step-(\d{12})", re.ASCII)
 _RANK_FILE = re.compile(r"rank-(\d{5})-([0-9a-f]{8})\.(safetensors|seal\.json|failure\.json)(\.partial)?", re.ASCII)
+_LOCK = re.compile(r"rank-(\d{5})\.lock", re.ASCII)
 _SPARE = re.compile(r"rank-(\d{5})\.spare", re.ASCII)
 _MANIFEST = re.compile(r"manifest(?:-(\d{5}))?(\.damaged|\.pruned)?\.json(\.[0-9a-f]{8}\.partial)?", re.ASCII)
 
@@ -73,6 +74,11 @@ def parse_spare(name: str) -> int | None:
 
 def lock(rank: int) -> str:
     return f"rank-{rank:05d}.lock"
+
+
+def parse_lock(name: str) -> int | None:
+    found = _LOCK.fullmatch(name)
+    return int(found[1]) if found else None
 
 
 def manifest_partial(attempt: str, rank: int | None = None) -> str:

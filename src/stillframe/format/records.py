@@ -161,6 +161,8 @@ class Manifest(_Record, frozen=True):
     commit_s: float
     """From ``save()`` to this manifest."""
     ranks: list[RankEntry]
+    seal_s: float | None = None
+    """From ``save()`` to sealed, on the rank that wrote this; a manifest of version 1 does not tell."""
     rank: int | None = None
     """The one rank that this commits, in a root that the other ranks do not see; ``None``: it commits all."""
 

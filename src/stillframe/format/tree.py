@@ -15,6 +15,14 @@ from stillframe.errors import FormatError
 from stillframe.format import limits
 from stillframe.format.segment import ITEM_BYTES, NUMPY_DTYPES, Shard, check_box
 
+Path = tuple[Any, ...]
+"""Keys and indexes from the top of a state to something in it."""
+
+
+def render(path: Path) -> str:
+    """A path as a JSON pointer without its first slash (RFC 6901): ``optimizer/state/0/exp_avg``."""
+    return "/".join(str(key).replace("~", "~0").replace("/", "~1") for key in path)
+
 
 class _Node(msgspec.Struct, frozen=True, tag_field="kind", forbid_unknown_fields=True):
     pass

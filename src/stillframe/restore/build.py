@@ -19,14 +19,15 @@ from stillframe.format.tree import (
     ListNode,
     Node,
     ObjectNode,
+    Path,
     ShardedNode,
     TensorNode,
     TupleNode,
     ValueNode,
+    render,
 )
 from stillframe.restore.place import Placement
 from stillframe.restore.stored import Stored
-from stillframe.stage.walk import Path, render
 
 Later = Callable[[], Any]
 """Gives its value once the placement has been filled."""

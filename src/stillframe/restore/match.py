@@ -21,10 +21,12 @@ from stillframe.format.tree import (
     ListNode,
     Node,
     ObjectNode,
+    Path,
     ShardedNode,
     TensorNode,
     TupleNode,
     ValueNode,
+    render,
 )
 from stillframe.restore.build import Builder, Later, has_live_parts
 from stillframe.restore.objects import Objects
@@ -32,7 +34,7 @@ from stillframe.restore.place import Placement, StoredTensor
 from stillframe.restore.stored import Stored
 from stillframe.stage.leaves import is_array
 from stillframe.stage.train_state import TrainState
-from stillframe.stage.walk import Path, is_stateful, render
+from stillframe.stage.walk import is_stateful
 
 _MAX_LISTED = 50
 

@@ -13,10 +13,21 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from stillframe.format.tree import DictNode, ListNode, Node, ObjectNode, ShardedNode, TensorNode, TupleNode, ValueNode
+from stillframe.format.tree import (
+    DictNode,
+    ListNode,
+    Node,
+    ObjectNode,
+    Path,
+    ShardedNode,
+    TensorNode,
+    TupleNode,
+    ValueNode,
+    render,
+)
 from stillframe.restore.build import Later
 from stillframe.stage.train_state import TrainState, clean
-from stillframe.stage.walk import Path, module_state, render
+from stillframe.stage.walk import module_state
 
 if TYPE_CHECKING:
     from stillframe.restore.match import Match

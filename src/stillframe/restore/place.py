@@ -11,7 +11,7 @@ import ctypes
 import itertools
 import math
 import mmap
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,7 +54,7 @@ class Placement:
         self._stored = stored
         self._regions: dict[tuple[int, int], list[_Region]] = {}
         self._detours: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._fresh: dict[object, torch.Tensor] = {}
+        self._fresh: dict[str, tuple[StoredTensor, torch.Tensor]] = {}
         self._taken: dict[tuple[torch.device, int], list[tuple[int, int, str, str]]] = {}
 
     @property
@@ -135,26 +135,40 @@ class Placement:
     ) -> torch.Tensor:
         """A new tensor to be filled, spread like another if one is given; what was tied when saved is tied again."""
         key = _identity(node)
-        base = self._fresh.get(key)
-        if base is None:
+        if key in self._fresh:
+            base = self._fresh[key][1]
+        else:
             if isinstance(node, TensorNode):
                 shard = self._stored.shard(node.shard)
                 dtype, shape = _dtype(shard.dtype), shard.shape
             else:
                 dtype, shape = self.form(node)
-            base = self._fresh[key] = _empty(shape, dtype, device, like)
+            base = _empty(shape, dtype, device, like)
             whole = TensorNode(node.shard) if isinstance(node, TensorNode) else node
+            self._fresh[key] = whole, base
             for box in boxes_of(base):
                 self._fetch(whole, box, box.of(local_of(base)))
         if isinstance(node, TensorNode) and node.view is not None:
             return _window(base, node.view, self._stored.shard(node.shard))
         return base
 
-    def fill(self) -> None:
-        """Read, verify, place.  Blocks; raises :class:`IntegrityError`."""
+    def fresh_tensors(self) -> list[tuple[StoredTensor, torch.Tensor]]:
+        """The new tensors so far, each with what goes into it."""
+        return list(self._fresh.values())
+
+    def fill(self, on_bytes: Callable[[int], None] = lambda _count: None) -> None:
+        """Read, verify, place; ``on_bytes`` is told, from several threads, of what has been read.
+
+        Blocks; raises :class:`IntegrityError`.
+        """
         checkpoint = self._stored.checkpoint
+
+        def place(rank: int, shards: Sequence[int], start: int, end: int, buffer: mmap.mmap) -> None:
+            self._place(rank, shards, start, end, buffer)
+            on_bytes(end - start)
+
         with torch.no_grad():
-            read_chunks(checkpoint, self._chunks(checkpoint), self._place)
+            read_chunks(checkpoint, self._chunks(checkpoint), place)
             for source, into in self._detours:
                 into.copy_(source.as_strided(into.shape, source.stride(), source.storage_offset()))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import contextlib
 import mmap
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -24,16 +25,24 @@ Place = Callable[[int, Sequence[int], int, int, mmap.mmap], None]
 verified, at the start of ``buffer``."""
 
 
-def read_chunks(checkpoint: Checkpoint, wanted: Iterable[tuple[int, int]], place: Place) -> None:
+OnDamage = Callable[[int, int | None, IntegrityError], None]
+"""``on_damage(rank, chunk, error)``: the chunk, or the header if it is ``None``, is not as it was written."""
+
+
+def read_chunks(
+    checkpoint: Checkpoint, wanted: Iterable[tuple[int, int]], place: Place, on_damage: OnDamage | None = None
+) -> None:
     """Verify the headers, then read these (rank, chunk) and hand each to ``place``, from several threads.
 
-    Raises: :class:`IntegrityError` naming file, chunk and tensors; the first error stops all readers.
+    Raises: :class:`IntegrityError` naming file, chunk and tensors; the first error stops all readers.  With
+    ``on_damage`` that one is told instead, and everything else is read.
     """
     ordered = sorted(wanted)
     sealed = {rank: checkpoint.of(rank) for rank in dict.fromkeys(rank for rank, _ in ordered)}
     # One whose every shard is empty has its header checked all the same.
     for each in sealed.values() or (checkpoint.of(rank) for rank in checkpoint.ranks[:1]):
-        check_header(each)
+        with _told(on_damage, each.rank, None):
+            check_header(each)
     largest = max(
         (min(each.seal.segment.chunk_bytes, each.seal.segment.data_bytes) for each in sealed.values()), default=0
     )
@@ -46,17 +55,22 @@ def read_chunks(checkpoint: Checkpoint, wanted: Iterable[tuple[int, int]], place
         buffer = aligned_buffer(largest)
         try:
             for rank, number in _shared(numbered, taking, is_failed):
-                start, end = read_chunk(sealed[rank], number, buffer)
-                first = max(bisect.bisect_right(starts[rank], start) - 1, 0)
-                place(rank, range(first, bisect.bisect_left(starts[rank], end)), start, end, buffer)
+                with _told(on_damage, rank, number):
+                    start, end = read_chunk(sealed[rank], number, buffer)
+                    first = max(bisect.bisect_right(starts[rank], start) - 1, 0)
+                    place(rank, range(first, bisect.bisect_left(starts[rank], end)), start, end, buffer)
         except BaseException:
             is_failed.set()
             raise
 
     with ThreadPoolExecutor(READERS, "stillframe-read") as pool:
         futures = [pool.submit(work) for _ in range(READERS)]
-    for future in futures:
-        future.result()
+        try:
+            for future in futures:
+                future.result()
+        except BaseException:  # Ctrl-C too: nobody reads on for somebody who has gone
+            is_failed.set()
+            raise
 
 
 def read_chunk(sealed: Sealed, number: int, buffer: mmap.mmap) -> tuple[int, int]:
@@ -88,6 +102,16 @@ def check_header(sealed: Sealed) -> None:
             raise durable.read_error(f"{sealed.path}: the header cannot be read", error) from error
         if count < segment.data_start or digest(memory[: segment.data_start]) != segment.header:
             raise IntegrityError(f"{sealed.path}: the header is damaged: its checksum does not match")
+
+
+@contextlib.contextmanager
+def _told(on_damage: OnDamage | None, rank: int, number: int | None) -> Iterator[None]:
+    try:
+        yield
+    except IntegrityError as error:
+        if on_damage is None:
+            raise
+        on_damage(rank, number, error)
 
 
 def _shared(

@@ -89,7 +89,7 @@ class Stored:
             yield [Piece(node.shard >> _RANK_SHIFT, node.shard & _INDEX, (0,) * len(stored), stored)]
         else:
             yield self._own_pieces(node)
-            yield list(self._all_pieces(node))
+            yield list(self.all_pieces(node))
 
     def _shard_of(self, piece: Piece) -> Shard:
         return self.checkpoint.of(piece.rank).seal.shards[piece.shard]
@@ -105,7 +105,7 @@ class Stored:
             ]
         return found
 
-    def _all_pieces(self, node: ShardedNode) -> Iterator[Piece]:
+    def all_pieces(self, node: ShardedNode) -> Iterator[Piece]:
         """Of all ranks; a box that several have written is taken once."""
         seen: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
         for rank in self.checkpoint.ranks:

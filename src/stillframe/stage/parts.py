@@ -18,6 +18,7 @@ from stillframe.errors import UnsupportedStateError
 from stillframe.format.digest import digest
 from stillframe.format.records import Team
 from stillframe.format.segment import OF_TEAM, Whole
+from stillframe.format.tree import Path
 from stillframe.format.values import Unencodable
 from stillframe.stage.copies import Target
 from stillframe.stage.device import DeviceTable
@@ -26,7 +27,7 @@ from stillframe.stage.shares import cut_dimension, shares
 from stillframe.stage.sharing import Base
 from stillframe.stage.spread import Box, Spread, replicated, spread_of
 from stillframe.stage.train_state import innermost
-from stillframe.stage.walk import Path, Walk, refusal
+from stillframe.stage.walk import Walk, refusal
 
 
 @dataclass(frozen=True, slots=True)

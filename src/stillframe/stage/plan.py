@@ -19,7 +19,7 @@ from stillframe.errors import UnsupportedStateError
 from stillframe.format.digest import digest_of
 from stillframe.format.records import Team, encode_shards, encode_tree
 from stillframe.format.segment import Shard, encode_header
-from stillframe.format.tree import Part, ShardedNode, TensorNode, View
+from stillframe.format.tree import Part, Path, ShardedNode, TensorNode, View, render
 from stillframe.format.values import Unencodable
 from stillframe.stage.copies import Capture, CaptureSource, Chunk, Target, captures_of, chunks_of
 from stillframe.stage.device import Device, DeviceTable, as_bytes, as_row, is_plain
@@ -28,7 +28,7 @@ from stillframe.stage.parts import ALONE, Seat, SpreadBase, assign, find_spreads
 from stillframe.stage.sharing import Base, share_memory
 from stillframe.stage.signature import Signature
 from stillframe.stage.spread import Spread
-from stillframe.stage.walk import Path, TreeBuilder, Walk, refusal, render
+from stillframe.stage.walk import TreeBuilder, Walk, refusal
 
 SMALL_BYTES = 64
 """Tensors up to this size are captured by ``save`` itself: Adam's ``step``, counters, scales."""

@@ -28,17 +28,17 @@ from stillframe.format.tree import (
     ListNode,
     Node,
     ObjectNode,
+    Path,
     ShardedNode,
     TensorNode,
     TupleNode,
     ValueNode,
+    render,
 )
 from stillframe.format.values import Unencodable
 from stillframe.stage.leaves import PLAIN_TENSORS, array_as_tensor, byte_extent, check_tensor, is_array
 from stillframe.stage.spread import dtensor_class, local_of
 from stillframe.stage.train_state import TrainState
-
-Path = tuple[Any, ...]
 
 # Tokens are tuples that start with one of these; a dict's keys and a list's length follow.
 _DICT, _ORDERED, _LIST, _TUPLE, _OBJECT, _LEAF, _ARRAY, _TENSOR, _VALUE, _SHARDED = range(10)
@@ -46,11 +46,6 @@ _TENSOR_TOKEN = (_TENSOR,)
 _VALUE_TOKEN = (_VALUE,)
 _STR_KEYS = {str}
 _INT_KEYS = {int}
-
-
-def render(path: Path) -> str:
-    """A path as a JSON pointer without its first slash (RFC 6901): ``optimizer/state/0/exp_avg``."""
-    return "/".join(str(key).replace("~", "~0").replace("/", "~1") for key in path)
 
 
 class Walk:

@@ -53,6 +53,17 @@ def _stop_being_direct(fd: int, error: OSError) -> bool:
     return True
 
 
+def reserve(fd: int, size: int) -> None:
+    """Room for so many bytes: a full disk is found before any of them is copied, and the extents stay together.
+
+    fallocate(2), not posix_fallocate(3): glibc emulates the latter by writing zeros.  Raises ``OSError``.
+    """
+    if size and _libc.fallocate(fd, 0, ctypes.c_int64(0), ctypes.c_int64(size)) != 0:
+        code = ctypes.get_errno()
+        if code not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
+            raise OSError(code, os.strerror(code))
+
+
 class WriteFile:
     """A file of known size, written at block-aligned places in any order, from any thread.
 
@@ -66,18 +77,10 @@ class WriteFile:
         self._size = size
         self._fd, self.is_direct = _open(path, os.O_WRONLY | (0 if is_reused else os.O_CREAT | os.O_TRUNC))
         try:
-            self._reserve(round_up(size, BLOCK_BYTES))
+            reserve(self._fd, round_up(size, BLOCK_BYTES))
         except OSError:
             self.close()
             raise
-
-    def _reserve(self, size: int) -> None:
-        # fallocate(2), not posix_fallocate(3): glibc emulates the latter by writing zeros.
-        # It finds a full disk before any byte is copied, and keeps the extents together.
-        if size and _libc.fallocate(self._fd, 0, ctypes.c_int64(0), ctypes.c_int64(size)) != 0:
-            code = ctypes.get_errno()
-            if code not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
-                raise OSError(code, os.strerror(code))
 
     def write_at(self, data: memoryview, offset: int) -> None:
         """Write ``data``, whose address and length are block-aligned, at a block-aligned offset."""

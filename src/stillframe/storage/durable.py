@@ -71,6 +71,15 @@ def make_dirs(path: Path) -> None:
         make_dir(path)
 
 
+def sync_file(path: Path) -> None:
+    """What was written to it, through whatever descriptor or mapping, is durable."""
+    fd = open_file(path)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
 def sync_dir(path: Path) -> None:
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -169,6 +178,31 @@ def remove_dir(path: Path) -> bool:
         raise
     sync_dir(path.parent)
     return True
+
+
+def publish_whole(partial: Path, final: Path) -> None:
+    """A file, or a directory of files, that is complete takes its final name, durably, if nobody has it."""
+    if not partial.is_dir():
+        sync_file(partial)
+        publish_new(partial, final)
+        return
+    for name in os.listdir(partial):
+        sync_file(partial / name)
+    sync_dir(partial)
+    if os.path.lexists(final):
+        raise ExistsError(f"{final} exists already")
+    os.rename(partial, final)  # fails if a directory that is not empty has come meanwhile
+    sync_dir(final.parent)
+
+
+def remove_whole(partial: Path) -> None:
+    """The file, or the directory and the files in it, is gone."""
+    if partial.is_dir():
+        for name in os.listdir(partial):
+            remove(partial / name)
+        remove_dir(partial)
+    else:
+        remove(partial)
 
 
 def open_file(path: Path, flags: int = os.O_RDONLY) -> int:

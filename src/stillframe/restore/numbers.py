@@ -1,0 +1,79 @@
+"""Figures of tensors: what one holds, and by how much two differ.  Exact counts; sums in float64, piece by piece."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+_PIECE = 1 << 22
+
+
+@dataclass(frozen=True, slots=True)
+class Statistics:
+    """Of the finite items; ``None`` where there are none."""
+
+    min: float | None
+    max: float | None
+    mean: float | None
+    nan: int
+    inf: int
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """How two tensors of one form differ.  Items count as different when their bits are."""
+
+    items: int
+    different: int
+    max_abs: float | None
+    """Over the items that are finite in both; ``None`` if there are none."""
+    relative: float | None
+    """Norm of the difference over the norm of the first, of the same items; ``None`` if that is zero."""
+
+
+def statistics(tensor: torch.Tensor) -> Statistics:
+    low, high, total, count, nan, inf = math.inf, -math.inf, 0.0, 0, 0, 0
+    for (piece,) in _pieces(tensor):
+        values = _real(piece)
+        nan += int(values.isnan().sum())
+        inf += int(values.isinf().sum())
+        finite = values[values.isfinite()]
+        if finite.numel():
+            low, high = min(low, float(finite.min())), max(high, float(finite.max()))
+            total += float(finite.sum())
+            count += finite.numel()
+    return Statistics(low, high, total / count, nan, inf) if count else Statistics(None, None, None, nan, inf)
+
+
+def difference(left: torch.Tensor, right: torch.Tensor) -> Difference:
+    """Blocks: reads both once."""
+    different, largest, changed, norm = 0, -1.0, 0.0, 0.0
+    for one, other in _pieces(left, right):
+        bits = (one.view(torch.uint8) != other.view(torch.uint8)).view(one.numel(), -1)
+        different += int(bits.any(dim=1).sum())
+        a, b = _real(one), _real(other)
+        is_finite = a.isfinite() & b.isfinite()
+        a, b = a[is_finite], b[is_finite]
+        if a.numel():
+            apart = (a - b).abs()
+            largest = max(largest, float(apart.max()))
+            changed += float(apart.square().sum())
+            norm += float(a.square().sum())
+    relative = math.sqrt(changed / norm) if norm else None
+    return Difference(left.numel(), different, largest if largest >= 0 else None, relative)
+
+
+def _pieces(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    flat = [tensor.detach().contiguous().view(-1) for tensor in tensors]
+    for at in range(0, flat[0].numel(), _PIECE):
+        yield tuple(each[at : at + _PIECE] for each in flat)
+
+
+def _real(piece: torch.Tensor) -> torch.Tensor:
+    """As float64; a complex number as two."""
+    if piece.dtype == torch.uint64:  # has no conversion of its own everywhere
+        return piece.view(torch.int64).double() + (piece.view(torch.int64) < 0) * 2.0**64
+    return (torch.view_as_real(piece) if piece.is_complex() else piece).to(torch.float64)

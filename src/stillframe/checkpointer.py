@@ -231,7 +231,7 @@ class Checkpointer:
         """Everything this process holds; what is staged is the keeper's affair from here on."""
         self._fence.remove()
         self._stager.stop(None if timeout_s is None else max(timeout_s, _GRACE_S))
-        self._keepers.close(timeout_s)
+        self._keepers.close(timeout_s, self._stager.take_updates())
         self._plan = None
         if self._stager.arena is not None:
             self._stager.arena.close()
@@ -273,6 +273,7 @@ class Checkpointer:
             return resume.run(self._settle)
         finally:
             self.last_restore = resume.report or self.last_restore
+            self._keepers.restored(resume.report)
 
     def _settle(self) -> None:
         """Before a restore: the root is ours, and what we saved is committed."""

@@ -66,6 +66,10 @@ class Stats:
 
     saves: int = 0
     committed: int = 0
+    committed_step: int | None = None
+    """The step of the last commit that this checkpointer has heard of."""
+    committed_unix_s: float | None = None
+    """When it heard of it."""
     failed: int = 0
     skipped: int = 0
     in_flight: int = 0

@@ -58,6 +58,10 @@ class Flush:
         self.draft = draft
         self.error: Exception | None = None
         self.staged_s: float | None = None
+        self.flush_begin_s: float | None = None
+        self.sealed_s: float | None = None
+        self.received_bytes = 0
+        self.flushed_bytes = 0
         self.pending: list[Future[None]] = []
         self.is_counted = False
         """Another rank counts the seal."""
@@ -146,6 +150,11 @@ class Flush:
         with durable.storage_errors(f"writing {self._partial_path}"):
             file.write_at(memory[:padded], offset)
 
+    def count_flushed(self, nbytes: int, begun_s: float) -> None:
+        with self._opening:
+            self.flush_begin_s = min(self.flush_begin_s or begun_s, begun_s)
+            self.flushed_bytes += nbytes
+
     def _fingerprint(self, index: int, data: memoryview) -> None:
         at = index * CHUNK_BYTES
         ranges = [(max(start - at, 0), min(end - at, len(data))) for start, end in self.begin.lazy]
@@ -190,6 +199,7 @@ class Flush:
             durable.write_partial(partial, data)
             self.is_promised = self.is_counted  # from its rename on, whether that is durable or not
             durable.publish(partial, path)
+        self.sealed_s = time.monotonic()
         self._entry = RankEntry(self.draft.rank, segment.file, segment.bytes, path.name, known_by)
 
     def commit(self, ranks: list[RankEntry]) -> None:
@@ -204,6 +214,7 @@ class Flush:
             stage_s=(self.staged_s or now) - self.begin.requested_s,
             commit_s=now - self.begin.requested_s,
             ranks=ranks,
+            seal_s=(self.sealed_s or now) - self.begin.requested_s,
             rank=rank,
         )
         partial = self.dir / names.manifest_partial(self.draft.attempt, rank)

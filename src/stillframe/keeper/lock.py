@@ -70,7 +70,7 @@ def life_of(root: Path, rank: int, attempt: str) -> Life:
 
 
 def is_held(root: Path, rank: int) -> bool:
-    """Whether any keeper holds this rank's lock, as far as can be told."""
+    """Whether any keeper holds this rank's lock, as far as can be told; where there are no locks, nobody does."""
     try:
         fd = os.open(root / names.lock(rank), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -79,11 +79,23 @@ def is_held(root: Path, rank: int) -> bool:
         return True
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:
-        return True
+    except OSError as error:
+        return error.errno not in NO_LOCKS
     finally:
         os.close(fd)
     return False
+
+
+def holder_of(root: Path, rank: int) -> Holder | None:
+    """Whoever holds this rank's lock, or held it last, as far as its file tells."""
+    try:
+        fd = os.open(root / names.lock(rank), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        return _read(fd)
+    finally:
+        os.close(fd)
 
 
 def _read(fd: int) -> Holder | None:
@@ -158,6 +170,11 @@ class RootLock:
             os.ftruncate(self._fd, len(data))
         except OSError:
             pass  # a full disk; the lock itself holds
+
+    def release(self) -> None:
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
 
     def _refusal(self, holder: Holder | None) -> str:
         who = f"pid {holder.pid} on {holder.host} ({holder.state})" if holder else "another process"

@@ -26,6 +26,7 @@ from stillframe.errors import StillframeError, StorageError
 from stillframe.format.records import Failure
 from stillframe.keeper.commit import COORDINATOR, Coordinator, Member, Terms
 from stillframe.keeper.flush import Fingerprint, Flush, read_draft, report_failure
+from stillframe.keeper.journal import Journal
 from stillframe.keeper.lock import RootLock
 from stillframe.keeper.prune import Pruner, remove_spares, sweep
 from stillframe.keeper.waiting import Waiting, longest_pause_s
@@ -57,6 +58,7 @@ class Keeper:
         self._is_closing = False
         self._arena: memoryview | None = None
         self._flushes: dict[int, Flush] = {}
+        self._journal = Journal(terms, rank, keep, lambda: list(self._flushes.values()))
         self._previous: Fingerprint | None = None
         self._complete_step = -1
         self._met_others = False
@@ -89,6 +91,7 @@ class Keeper:
         self._waiting.finish()
         with contextlib.suppress(OSError):
             self._pruner.close()
+        self._journal.close(self._is_orphan)
         return 0
 
     def _take_root(self) -> None:
@@ -108,6 +111,7 @@ class Keeper:
             with durable.storage_errors(f"locking {self._catalog.root}"):
                 durable.make_dirs(self._catalog.root)
                 self._lock.acquire()
+                self._journal.begin()
                 if self._lock.is_held and (self._rank == 0 or self._catalog.rank is not None):
                     self._met_others = sweep(self._catalog, self._terms.attempt, "all" if self._is_alone else "partial")
                     if self._catalog.rank is None:
@@ -159,14 +163,19 @@ class Keeper:
         elif isinstance(message, messages.Staged):
             flush = self._flushes[message.save]
             flush.staged_s = message.staged_s
+            self._journal.progress()
             self._finisher.submit(_or_die, self._finish, message.save, flush)
         elif isinstance(message, messages.Abandon):
             self._abandon(message.save, message.step, message.kind, message.message)
         elif isinstance(message, messages.Attach):
             assert fd is not None
             self._arena = memoryview(mmap.mmap(fd, message.nbytes))
+            self._journal.arena_bytes = message.nbytes
             os.close(fd)
+        elif isinstance(message, messages.Restored):
+            self._journal.restored(message)
         else:
+            self._journal.updates(message.updates)
             self._is_closing = True
 
     def _begin(self, message: messages.Begin, fd: int) -> None:
@@ -180,10 +189,13 @@ class Keeper:
         self._pruner.begun(message.step)
         flush.attempt(self._lock_root)
         self._flushes[message.save] = flush
+        self._journal.updates(message.updates)
+        self._journal.progress(is_news=True)
         flush.pending.append(self._writers.submit(flush.attempt, flush.open))
 
     def _take_chunk(self, chunk: messages.Chunk) -> None:
         flush = self._flushes[chunk.save]
+        flush.received_bytes += chunk.nbytes
         assert self._arena is not None
         span = self._arena[chunk.span * CHUNK_BYTES : (chunk.span + 1) * CHUNK_BYTES]
         flush.pending.append(self._writers.submit(self._flush_chunk, flush, chunk, span))
@@ -193,7 +205,9 @@ class Keeper:
     def _flush_chunk(self, flush: Flush, chunk: messages.Chunk, span: memoryview) -> None:
         begun_s = time.monotonic()
         flush.attempt(lambda: flush.write(chunk, span))
+        flush.count_flushed(chunk.nbytes, begun_s)
         self._tell(messages.Flushed(chunk.save, chunk.span, chunk.nbytes, begun_s))
+        self._journal.progress()
 
     def _finish(self, save: int, flush: Flush) -> None:
         for each in flush.pending:
@@ -208,6 +222,7 @@ class Keeper:
 
     def _settle(self, save: int, flush: Flush) -> None:
         """It is committed, or has failed: the end of it."""
+        committed_s = None
         if flush.error is not None:
             self._fail(save, flush)
         else:
@@ -217,6 +232,7 @@ class Keeper:
             self._tell(messages.Committed(save, committed_s))  # only now: who has waited sees what the policy keeps
         flush.close()
         del self._flushes[save]
+        self._journal.ended(flush, committed_s, str(flush.error or ""))
 
     def _seal(self, save: int, flush: Flush) -> None:
         flush.seal()
@@ -234,6 +250,7 @@ class Keeper:
 
     def _tell_waiting(self, save: int, ranks: list[int]) -> None:
         self._tell(messages.Waiting(save, tuple(ranks[:_MAX_TOLD])))
+        self._journal.progress()
 
     def _steps_in_flight(self) -> set[int]:
         return {flush.begin.step for flush in list(self._flushes.values())}
@@ -271,6 +288,7 @@ class Keeper:
         flush.discard()
         self._report(flush.begin.step, *errors.to_record(flush.error))
         del self._flushes[save]
+        self._journal.ended(flush, None, str(flush.error))
 
     def _report(self, step: int, kind: str, message: str) -> None:
         """Let the other ranks know that this one will not seal the step."""

@@ -118,11 +118,10 @@ class Pruner:
         kept = self._keep.keeps(settled) | {self._newest}  # whatever its number: somebody may have gone back
         for step in settled:
             if step not in kept:
-                self._remove_checkpoint(step)
+                self.remove_checkpoint(step)
         for step in self._catalog.damaged():
-            is_free = step not in self._in_flight() and not self._catalog.is_committed_otherwise(step)
-            if committed and step < committed[-1] and is_free:
-                _remove_files(self._catalog.dir(step), self._is_remains, durable.remove)
+            if committed and step < committed[-1] and step not in self._in_flight():
+                self.remove_damaged(step)
 
     def _remove_own_files(self, step: int) -> None:
         """By name: a list of the directory would grow with the number of ranks."""
@@ -158,7 +157,13 @@ class Pruner:
         file = names.parse_rank_file(name)
         return self._is_removable(name) and (file is None or file.attempt != self._attempt)
 
-    def _remove_checkpoint(self, step: int) -> None:
+    def remove_damaged(self, step: int) -> None:
+        """What is left of a checkpoint that was found damaged; raises ``OSError``."""
+        if not self._catalog.is_committed_otherwise(step):
+            _remove_files(self._catalog.dir(step), self._is_remains, durable.remove)
+
+    def remove_checkpoint(self, step: int) -> None:
+        """One that the policy lets go, unless somebody is reading it; raises ``OSError``."""
         path = self._catalog.dir(step)
         if path.is_symlink():
             return

@@ -1,8 +1,9 @@
 """Every message between the trainer and the keeper; small, typed, one packet each.
 
 Trainer → keeper: ``Attach`` once (with the arena); per save ``Begin`` (with the draft of the seal in a
-memfd), ``Chunk`` …, then ``Staged`` or ``Abandon``; ``Close`` at the end.  Keeper → trainer: ``Ready`` once;
-per save ``Flushed`` …, ``Sealed``, ``Waiting`` … for other ranks, and ``Committed`` or ``Failed``.
+memfd), ``Chunk`` …, then ``Staged`` or ``Abandon``; ``Restored`` after a restore; ``Close`` at the end.
+Keeper → trainer: ``Ready`` once; per save ``Flushed`` …, ``Sealed``, ``Waiting`` … for other ranks, and
+``Committed`` or ``Failed``.
 """
 
 from __future__ import annotations
@@ -35,6 +36,11 @@ class Begin(_Message, frozen=True):
     """Names the layout: only where it is the same are two saves' bytes comparable."""
     lazy: tuple[tuple[int, int], ...]
     """The byte ranges of the data that were staged lazily."""
+    returned_s: float | None = None
+    """When ``save()`` returned."""
+    stage_begin_s: float | None = None
+    updates: tuple[tuple[float, float], ...] = ()
+    """Since the save before: when each update was about to begin, and how long its fence waited."""
     complete_step: int = -1
     """In a root that is not shared: the newest step that every rank is known to have sealed."""
 
@@ -64,8 +70,19 @@ class Abandon(_Message, frozen=True):
     message: str
 
 
+class Restored(_Message, frozen=True):
+    """A restore ended; for the record."""
+
+    step: int | None
+    bytes: int
+    seconds: float
+    passed_over: tuple[int, ...]
+
+
 class Close(_Message, frozen=True):
     """No more saves: finish and go."""
+
+    updates: tuple[tuple[float, float], ...] = ()
 
 
 class Ready(_Message, frozen=True):
@@ -118,5 +135,5 @@ class Refused(_Message, frozen=True):
     message: str
 
 
-FromTrainer = Union[Attach, Begin, Chunk, Staged, Abandon, Close]  # noqa: UP007
+FromTrainer = Union[Attach, Begin, Chunk, Staged, Abandon, Restored, Close]  # noqa: UP007
 FromKeeper = Union[Ready, Flushed, Sealed, Waiting, Committed, Failed, Notice, Refused]  # noqa: UP007

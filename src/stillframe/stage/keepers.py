@@ -14,6 +14,7 @@ from stillframe.link import messages
 from stillframe.link.arena import Arena
 from stillframe.link.messages import FromKeeper
 from stillframe.link.process import KeeperConfig, KeeperProcess
+from stillframe.model import RestoreReport
 from stillframe.stage.ledger import Ledger, Save
 from stillframe.units import format_ranks
 
@@ -101,7 +102,16 @@ class Keepers:
         if isinstance(self._refusal, BusyError):
             raise self._refusal
 
-    def close(self, timeout_s: float | None) -> None:
+    def restored(self, report: RestoreReport | None) -> None:
+        """For the record of the keeper, if there is one."""
+        with self._lock:
+            current = self._current
+        if current is not None and report is not None and (report.step is not None or report.skipped):
+            passed_over = tuple(each.step for each in report.skipped)
+            with contextlib.suppress(KeeperError):
+                current.send(messages.Restored(report.step, report.bytes, report.seconds, passed_over))
+
+    def close(self, timeout_s: float | None, updates: tuple[tuple[float, float], ...] = ()) -> None:
         """Let it finish and go; waits no longer than this for it."""
         with self._lock:
             self.is_closed = True
@@ -110,7 +120,7 @@ class Keepers:
                 return
             current.expect_exit()
         try:
-            current.send(messages.Close())
+            current.send(messages.Close(updates))
         except KeeperError:
             pass  # gone already; joining tells
         current.join(timeout_s)

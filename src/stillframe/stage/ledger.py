@@ -140,6 +140,9 @@ class Ledger:
         with self._changed:
             save = self._in_flight.pop(number, None)
             self._count(committed=int(save is not None))
+            if save is not None:
+                self._counts["committed_step"] = save.step
+                self._counts["committed_unix_s"] = time.time()
         if save is not None:
             self._advance(save, "committed", committed_s=at_s)
         return save

@@ -43,6 +43,8 @@ logger = logging.getLogger("stillframe")
 
 _HANG_UP_S = 5.0
 _OBITUARY_S = 1.0
+_MAX_UPDATES = 256
+"""Between two saves; they go in one packet."""
 _AHEAD = 4
 """Chunks whose copies may be queued on an accelerator before the first of them is waited for."""
 
@@ -95,6 +97,8 @@ class Stager:
         self._forgetting = threading.RLock()  # a signal handler may save, too
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._pending: deque[Job] = deque()
+        self._updates: deque[tuple[float, float]] = deque(maxlen=_MAX_UPDATES)
+        self._waits: deque[tuple[float, float]] = deque(maxlen=_MAX_UPDATES)
         self._owner_pid = os.getpid()
         self._thread = threading.Thread(target=self._run, name="stillframe-stage", daemon=True)
         self._thread.start()
@@ -116,9 +120,10 @@ class Stager:
 
     def fence(self) -> None:
         """Blocks until compute queued from now on comes after the copies of every save requested so far."""
-        if not self._pending or os.getpid() != self._owner_pid:  # a forked child has no stager to wait for
-            return
         began = time.monotonic()
+        if not self._pending or os.getpid() != self._owner_pid:  # a forked child has no stager to wait for
+            self._updates.append((began, 0.0))
+            return
         has_waited = False
         for job in tuple(self._pending):
             has_waited = has_waited or not job.issued.is_set()
@@ -128,7 +133,19 @@ class Stager:
             if job.audit is not None and not job.is_over:
                 self._end_audit(job)
         self._forget_over()
-        self._ledger.fenced(time.monotonic() - began, has_waited)
+        waited_s = time.monotonic() - began
+        (self._waits if has_waited else self._updates).append((began, waited_s))
+        self._ledger.fenced(waited_s, has_waited)
+
+    def take_updates(self) -> tuple[tuple[float, float], ...]:
+        """The updates since this was last asked: when, and how long the fence waited; of those that did not wait, the
+        newest only."""
+        updates: list[tuple[float, float]] = []
+        for each in (self._waits, self._updates):
+            with contextlib.suppress(IndexError):
+                while True:
+                    updates.append(each.popleft())
+        return tuple(sorted(updates))
 
     def _forget_over(self) -> None:
         with self._forgetting:
@@ -238,7 +255,9 @@ class Stager:
                 messages.Begin(
                     save=save.number, step=save.step, requested_s=save.times.requested_s,
                     header_bytes=len(plan.header), draft_bytes=len(draft), data_bytes=plan.data_bytes,
-                    layout=plan.layout, lazy=plan.lazy, complete_step=self._complete_step(),
+                    layout=plan.layout, lazy=plan.lazy, returned_s=save.times.returned_s,
+                    stage_begin_s=save.times.stage_begin_s, updates=self.take_updates(),
+                    complete_step=self._complete_step(),
                 ),
                 fd,
             )  # fmt: skip

@@ -1,0 +1,99 @@
+"""What the keeper tells about its work (:mod:`stillframe.events`): when each save reached what, and how far it is."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import stillframe
+from stillframe import events
+from stillframe.events import EventLog, InFlight
+from stillframe.keeper.commit import Terms
+from stillframe.keeper.flush import Flush
+from stillframe.link import messages
+from stillframe.retention import Keep
+
+_PERIOD_S = 1.0
+_MAX_ATTEMPTS = 20
+"""Of a rank, whose events are kept."""
+
+
+class Journal:
+    """Thread: safe from any."""
+
+    def __init__(self, terms: Terms, rank: int, keep: Keep, flushes: Callable[[], Sequence[Flush]]) -> None:
+        self._terms = terms
+        self._rank = rank
+        self._run = events.Run(
+            time.time(), rank, terms.world_size, terms.attempt, socket.gethostname(), os.getpid(),
+            stillframe.__version__, keep.last, keep.every,
+        )  # fmt: skip
+        self._log: EventLog | None = None
+        self._flushes = flushes
+        self._unix_s = time.time() - time.monotonic()
+        """The trainer's monotonic clock is ours: it is the machine's."""
+        self._lock = threading.Lock()
+        self._told_s = 0.0
+        self.arena_bytes = 0
+
+    def begin(self) -> None:
+        """The root is ours; nothing is told before."""
+        if self._log is None:
+            with contextlib.suppress(OSError):
+                events.forget(self._terms.root, self._rank, _MAX_ATTEMPTS)
+            self._log = EventLog(self._terms.root, self._rank, self._terms.attempt, self._run)
+
+    def _write(self, event: events.Event) -> None:
+        if self._log is not None:
+            self._log.write(event)
+
+    def updates(self, made: Sequence[tuple[float, float]]) -> None:
+        if made:
+            found = [events.Update(at_s + self._unix_s, waited_s) for at_s, waited_s in made]
+            self._write(events.Updates(time.time(), found))
+
+    def restored(self, message: messages.Restored) -> None:
+        passed_over = list(message.passed_over)
+        self._write(events.Restore(time.time(), message.step, message.bytes, message.seconds, passed_over))
+
+    def ended(self, flush: Flush, committed_s: float | None, error: str = "") -> None:
+        """A save is committed, or has failed."""
+        begin = flush.begin
+        self._write(
+            events.Save(
+                time.time(), begin.step, "failed" if committed_s is None else "committed", begin.data_bytes,
+                begin.requested_s + self._unix_s, self._unix(begin.returned_s), self._unix(begin.stage_begin_s),
+                self._unix(flush.staged_s), self._unix(flush.flush_begin_s), self._unix(flush.sealed_s),
+                self._unix(committed_s), error,
+            )
+        )  # fmt: skip
+        self.progress(is_news=True)
+
+    def progress(self, is_news: bool = False) -> None:
+        """Once a second while saves are in flight; at once if something has changed that people wait for."""
+        now = time.monotonic()
+        with self._lock:
+            if now - self._told_s < _PERIOD_S and not is_news:
+                return
+            self._told_s = now
+        saves = [self._in_flight(flush) for flush in self._flushes()]
+        used = sum(save.staged_bytes - save.flushed_bytes for save in saves)
+        self._write(events.Progress(time.time(), saves, self.arena_bytes, used))
+
+    def close(self, is_orphan: bool) -> None:
+        if self._log is not None:
+            self._log.write(events.End(time.time(), not is_orphan))
+            self._log.close()
+
+    def _in_flight(self, flush: Flush) -> InFlight:
+        phase = "sealed" if flush.sealed_s is not None else "staging" if flush.staged_s is None else "flushing"
+        begin = flush.begin
+        requested_s = begin.requested_s + self._unix_s
+        return InFlight(begin.step, phase, requested_s, begin.data_bytes, flush.received_bytes, flush.flushed_bytes)
+
+    def _unix(self, monotonic_s: float | None) -> float | None:
+        return None if monotonic_s is None else monotonic_s + self._unix_s

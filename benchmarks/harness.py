@@ -245,7 +245,7 @@ def describe(outcome: Outcome) -> str:
         return f"cannot: {outcome.error}"
     if not outcome.is_good:
         return "WRONG: what it wrote does not restore bit for bit"
-    first = figures["ranks"][0] if "ranks" in figures else figures
+    first = figures["ranks"][0] if isinstance(figures.get("ranks"), list) else figures
     if "loops" in first:
         loops = first["loops"]
         blocked = ", ".join(f"{sum(each['blocked_s']) / max(each['saves'], 1) * 1e3:.3g}" for each in loops)

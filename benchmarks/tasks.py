@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import torch
 from benchmarks import disk, states
@@ -225,6 +226,26 @@ def with_flipped_byte(system: System, directory: Path, state: State, expected: s
     return "not noticed" if states.digest_of(state) != expected else "not read"
 
 
+def verify(case: Case, directory: Path) -> Figures:
+    """What `stillframe verify` does: every byte read again and compared with its checksum, into no tensor."""
+    from stillframe.catalog import Catalog
+    from stillframe.inspect.verify import verify as read_again
+
+    state, system = make(msgspec.structs.replace(case, system="stillframe"), directory)
+    system.save(1)
+    system.finish()
+    system.close()
+    cold, right = [], []
+    for _ in range(case.iterations):
+        disk.drop_caches(directory)
+        began = time.perf_counter()
+        with Catalog(directory).open(1) as checkpoint:
+            verdict = read_again(checkpoint)
+        cold.append(time.perf_counter() - began)
+        right.append(verdict.is_whole and verdict.bytes >= states.bytes_of(state))
+    return {"bytes": states.bytes_of(state), "cold_s": cold, "warm_s": [], "is_right": all(right)}
+
+
 def restore_raw(case: Case, directory: Path) -> Figures:
     """The yardstick of ``restore``."""
     size = int(case.gib * GIB)
@@ -260,6 +281,7 @@ def tasks() -> dict[str, Callable[[Case, Path], Figures]]:
 
     return {
         "loop": loop, "persist": persist, "persist-raw": persist_raw, "restore": restore, "restore-raw": restore_raw,
+        "verify": verify,
         "copy-rate": copy_rate, "training": training.training, "save-cost": growing.save_cost,
         "commit-cost": growing.commit_cost, "collect-cost": growing.collect_cost,
     }  # fmt: skip

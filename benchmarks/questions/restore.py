@@ -17,19 +17,24 @@ class Restore(Question):
     asks = (
         "From the start of the restore until every byte is in the live tensors, which are there and touched before. Cold: "
         "nothing in the page cache; warm: right after. Then one bit in the middle of the largest file is changed and the "
-        "restore repeated: not noticed means that training would go on with it. The raw reader reads the same amount with O_DIRECT and three threads, into buffers of its own."
+        "restore repeated: not noticed means that training would go on with it. The raw reader reads the same amount with O_DIRECT and three threads, into buffers of its own; `stillframe verify` reads every byte, and checks it, into no tensor."
     )
 
     def cases(self, scope: Scope) -> list[Case]:
         gib = scope.sizes(0.25 if scope.is_short else 1.5)[0]
         iterations = 2 if scope.is_short else 3
         raw = [Case(task="restore-raw", system="raw", gib=gib, iterations=iterations)]
+        if "stillframe" in scope.systems:
+            raw.append(Case(task="verify", system="verify", gib=gib, iterations=iterations))
         peers = [each for each in (scope.few() if scope.is_short else scope.systems) if each != "none"]
         return raw + [Case(task="restore", system=each, gib=gib, iterations=iterations) for each in peers]
 
     def tables(self, outcomes: Sequence[Outcome]) -> list[Table]:
         raw = [rate for each in good(outcomes, system="raw") for rate in size_over(each, "cold_s")]
         rows = [["raw O_DIRECT reader", spread(raw), "1", "—", "—"]] if raw else []
+        verified = [rate for each in good(outcomes, system="verify") for rate in size_over(each, "cold_s")]
+        if verified and raw:
+            rows.append(["stillframe verify", spread(verified), number(median(verified) / median(raw)), "—", "—"])
         for system in systems_in(outcomes):
             mine = good(outcomes, system=system)
             if mine:

@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 # bf16 matmuls can die with SIGILL on virtual machines that show AMX but forbid it.
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE
 
-.PHONY: help demo demo-ranks test lint torture bench bench-full clean
+.PHONY: help demo demo-ranks docs test lint torture bench bench-full clean
 
 help:
 	@echo "make demo        train a small GPT, kill it, resume it, compare bit for bit (under 3 minutes)"
@@ -13,6 +13,7 @@ help:
 	@echo "make test        lint, types and all tests"
 	@echo "make bench       what it costs, beside every peer that runs here: the short form"
 	@echo "make bench-full  the whole evaluation, every question, every size"
+	@echo "make docs        writes docs/CLI.md from the commands"
 	@echo "make torture     200 random SIGKILLs of a real training run, each resumed and compared"
 
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -27,6 +28,9 @@ demo: $(VENV)/.installed
 
 demo-ranks: $(VENV)/.installed
 	$(BIN)/python demo/ranks.py
+
+docs: $(VENV)/.installed
+	$(BIN)/python -m stillframe.cli.document > docs/CLI.md
 
 test: lint
 	$(BIN)/python -m pytest -m "not torture"

@@ -4,8 +4,12 @@ checkpointer   the facade: save, fence, wait, restore
 stage          live objects → chunks in the arena            (torch)
 keeper         arena → segments, seals, manifests            (a process without torch)
 restore        checkpoints → live objects                    (torch)
+inspect        what lies in a root, and is it whole
+convert        checkpoints ↔ safetensors, torch.save, DCP     (torch)
+cli            the stillframe command
 start, group   what ranks agree on, and how                  (torch)
 catalog        what is a checkpoint
+events         what happened in a run
 link           the arena and the messages between the two processes
 format         bytes ↔ structures
 storage        names ↔ bytes, durably

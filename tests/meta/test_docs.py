@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ import pytest
 import torch
 
 import stillframe
+from stillframe.cli.app import COMMANDS, command
+from stillframe.cli.document import document
 from tests.support import make_model
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
@@ -74,3 +77,12 @@ def test_every_file_and_target_that_a_document_names_exists() -> None:
             assert (REPOSITORY / name).exists(), f"{path.name} names {name}"
         for target in re.findall(r"`make ([\w-]+)`", text):
             assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"{path.name} names make {target}"
+
+
+def test_the_document_of_the_commands_is_what_they_are() -> None:
+    made = document()
+    assert (REPOSITORY / "docs/CLI.md").read_text() == made, "make docs writes it"
+    for name in COMMANDS:
+        text = inspect.getdoc(command(name)) or ""
+        assert "Example" in text, f"{name} shows no example"
+        assert len(text.splitlines()[0]) < 60, f"{name}'s first line is cut in the list of commands"

@@ -1,0 +1,128 @@
+"""Which part of a state is exported, and under what names."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from stillframe.errors import ConfigError, NotFoundError
+from stillframe.format.tree import (
+    ArrayNode,
+    DictNode,
+    LeafNode,
+    ListNode,
+    Node,
+    ObjectNode,
+    Path,
+    TensorNode,
+    TupleNode,
+)
+from stillframe.inspect.contents import Entry, entries, key_of
+from stillframe.restore.stored import Stored
+
+_MODEL = "model"
+_ALONE = "tensor"
+"""The name of a state that is one tensor."""
+_RESERVED = "__metadata__"
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """A leaf and the name it gets."""
+
+    name: str
+    entry: Entry
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A part of the state."""
+
+    node: Node
+    leaves: list[Named]
+
+    @property
+    def tensors(self) -> list[Named]:
+        return [each for each in self.leaves if each.entry.kind != "value"]
+
+
+def everything(stored: Stored) -> Choice:
+    return _choice(stored, stored.tree, ())
+
+
+def weights(stored: Stored, below: str | None, is_any_rank: bool) -> Choice:
+    """What lies below a path: the one given, else ``model``, else everything if there is nothing but tensors.
+
+    ``is_any_rank``: of tensors that every rank has for itself, this one's will do; else they are refused.
+    """
+    found = entries(stored)
+    tops = list(dict.fromkeys(str(entry.path[0]) if entry.path else "~" for entry in found))
+    if below is None and _MODEL in tops:
+        below = _MODEL
+    if below is None and not all(entry.kind != "value" and len(entry.path) <= 1 for entry in found):
+        raise ConfigError(
+            f"which part are the weights? The state holds {', '.join(tops[:8])}; say --below PATH, or --all"
+        )
+    keys = [] if below is None else [part.replace("~1", "/").replace("~0", "~") for part in below.strip("/").split("/")]
+    node, path = _descend(stored.tree, keys, below or "")
+    chosen = _choice(stored, node, path)
+    if not is_any_rank:
+        _check_one_for_all(stored, chosen)
+    return chosen
+
+
+def _choice(stored: Stored, node: Node, path: Path) -> Choice:
+    """Named by what follows the path, joined with dots, as ``state_dict()`` does."""
+    found = [entry for entry in entries(stored) if entry.path[: len(path)] == path]
+    leaves = [Named(".".join(map(str, entry.path[len(path) :])) or _last(entry), entry) for entry in found]
+    return Choice(node, leaves)
+
+
+def _last(entry: Entry) -> str:
+    return str(entry.path[-1]) if entry.path else _ALONE
+
+
+def check_names(tensors: Sequence[Named]) -> None:
+    """Formats with one flat list of names need them to differ."""
+    twice = [name for name, count in Counter(each.name for each in tensors).items() if count > 1 or name == _RESERVED]
+    if twice:
+        raise ConfigError(
+            f"{twice[0]!r} would be the name of two tensors, or is reserved: export as *.pt, or a part with --below"
+        )
+
+
+def _descend(tree: Node, keys: Sequence[str], below: str) -> tuple[Node, Path]:
+    path: list[object] = []
+    for key in keys:
+        while isinstance(tree, ObjectNode | LeafNode):
+            tree = tree.item
+        known: dict[str, tuple[object, Node]] = {}
+        if isinstance(tree, DictNode):
+            known = {str(key_of(each)): (key_of(each), item) for each, item in zip(tree.keys, tree.items, strict=True)}
+        elif isinstance(tree, ListNode | TupleNode):
+            known = {str(at): (at, item) for at, item in enumerate(tree.items)}
+        if key not in known:
+            raise NotFoundError(
+                f"there is no {below!r} in the state; at {key!r} there are {', '.join([*known][:8]) or 'none'}"
+            )
+        path.append(known[key][0])
+        tree = known[key][1]
+    return tree, tuple(path)
+
+
+def _check_one_for_all(stored: Stored, chosen: Choice) -> None:
+    """Tensors that each rank keeps for itself are not the whole of anything."""
+    own = {each.entry.key for each in chosen.leaves if isinstance(each.entry.node, TensorNode | ArrayNode)}
+    for rank in stored.checkpoint.ranks if own else ():
+        if rank == stored.rank:
+            continue
+        others = entries(Stored(stored.checkpoint, rank, is_merged=False))
+        shared = [entry for entry in others if entry.key in own and isinstance(entry.node, TensorNode | ArrayNode)]
+        mine = {each.entry.key: each.entry for each in chosen.leaves}
+        double = [entry for entry in shared if mine[entry.key].parts != entry.parts]
+        if double:
+            raise ConfigError(
+                f"{double[0].name!r} and {len(double) - 1} more are each rank's own (plain tensors, no DTensors), "
+                "so there is no whole to export: say whose you want with --rank"
+            )

@@ -1,0 +1,164 @@
+"""Files of others → a checkpoint: torch.save (never by unpickling objects), safetensors, DCP directories.
+
+The files are mapped where their format allows it, and staged and written by an ordinary save.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import pickle
+import re
+import warnings
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from stillframe.checkpointer import Checkpointer
+from stillframe.convert.foreign import dcp_errors, refusal
+from stillframe.errors import DeadlineError, FormatError, NotFoundError
+
+_DCP_INDEX = ".metadata"
+_MODEL = "model"
+_PART = re.compile(r"-(\d+)-of-(\d+)\.safetensors$")
+_LEGACY = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
+"""What torch.save began its files with before they were zip archives."""
+_POLL_S = 0.2
+
+
+def import_state(source: Path, root: Path, step: int, under: str | None, on_bytes: Callable[[int], None]) -> int:
+    """Save what a file or directory holds as a step; tells how many bytes.  Blocks until it is committed.
+
+    A plain set of named tensors, as a model's ``state_dict()`` is, goes under ``under`` (``"model"`` if none is given);
+    anything nested keeps its shape, unless ``under`` is given.
+    Raises: :class:`NotFoundError`, :class:`UnsupportedStateError`, :class:`FormatError`, and whatever a save raises.
+    """
+    state = read_state(source)
+    is_flat = isinstance(state, dict) and all(isinstance(item, torch.Tensor) for item in state.values())
+    key = under if under is not None else _MODEL if is_flat else ""
+    with Checkpointer(root, rank=0, world_size=1) as checkpointer:
+        save = checkpointer.save(step, {key: state} if key else state)
+        done = 0
+        while save.phase not in ("committed", "failed"):
+            with contextlib.suppress(DeadlineError):
+                save.wait(timeout_s=_POLL_S)
+            on_bytes(save.progress.flushed_bytes - done)
+            done = save.progress.flushed_bytes
+        save.wait()
+        return save.progress.total_bytes
+
+
+def read_state(source: Path) -> Any:
+    """What a file or directory holds."""
+    if (source / _DCP_INDEX).is_file():
+        return _read_dcp(source)
+    if source.is_dir():
+        return _read_directory(source)
+    if not source.exists():
+        raise NotFoundError(f"there is no {source}")
+    return _read_safetensors(source) if source.suffix == ".safetensors" else _read_torch(source)
+
+
+def _read_directory(source: Path) -> dict[str, torch.Tensor]:
+    """The files that an index names, or all there are; nothing may be missing, nothing there twice."""
+    indexes = sorted(source.glob("*.safetensors.index.json"))
+    files = sorted(source.glob("*.safetensors"))
+    if len(indexes) > 1 or not files:
+        what = "more than one index" if indexes else f"no *.safetensors, and no {_DCP_INDEX} of DCP's"
+        raise NotFoundError(f"there is nothing to import in {source}: {what}; give one file")
+    named: dict[str, str] = {}
+    if indexes:
+        try:
+            named = msgspec.json.decode(indexes[0].read_bytes(), type=dict[str, Any])["weight_map"]
+        except (msgspec.MsgspecError, KeyError) as error:
+            raise FormatError(f"{indexes[0]} cannot be read: {error}") from None
+        files = [source / name for name in sorted(set(named.values()))]
+    else:
+        _check_parts(files)
+    state: dict[str, torch.Tensor] = {}
+    for file in files:
+        if not file.is_file() or file.parent != source:
+            raise NotFoundError(f"{indexes[0]} names {file.name}, which is not there")
+        found = _read_safetensors(file)
+        found = {name: tensor for name, tensor in found.items() if named.get(name, file.name) == file.name}
+        if state.keys() & found.keys():
+            raise FormatError(
+                f"{min(state.keys() & found.keys())!r} is in more than one file of {source}: give one file"
+            )
+        state.update(found)
+    if named.keys() - state.keys():
+        raise FormatError(f"{indexes[0]} names {min(named.keys() - state.keys())!r}, which is in none of the files")
+    return state
+
+
+def _check_parts(files: list[Path]) -> None:
+    parts = [match for file in files if (match := _PART.search(file.name))]
+    for match in parts:
+        if len(parts) != int(match[2]):
+            raise NotFoundError(f"{files[0].parent} has {len(parts)} of {int(match[2])} files")
+
+
+def _read_safetensors(path: Path) -> dict[str, torch.Tensor]:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no dict
+    except SafetensorError as error:
+        raise FormatError(f"{path} is no whole safetensors file: {error}") from None
+
+
+def _read_torch(path: Path) -> Any:
+    with path.open("rb") as file:
+        is_legacy = file.read(len(_LEGACY)) == _LEGACY
+    if not is_legacy and not zipfile.is_zipfile(path):
+        raise FormatError(f"{path} is no file of torch.save's")
+    try:
+        return torch.load(path, map_location="cpu", mmap=not is_legacy, weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise refusal(path, error) from None
+    except (RuntimeError, EOFError, ValueError, KeyError) as error:
+        raise FormatError(f"{path} is no whole file of torch.save's: {error}") from None
+
+
+def _read_dcp(source: Path) -> Any:
+    from torch.distributed.checkpoint._traverse import set_element
+    from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.planner import ReadItem
+    from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+
+    class Planner(_EmptyStateDictLoadPlanner):
+        """As DCP's own for this purpose, but plain values only: no object is unpickled."""
+
+        def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+            name = read_item.dest_index.fqn
+            try:
+                found = torch.load(value, weights_only=True)
+            except pickle.UnpicklingError as error:
+                raise refusal(source / name, error) from None
+            if self.flatten_state_dict:
+                set_element(self.original_state_dict, self.mappings[name], found)
+            else:
+                self.original_state_dict[name] = found
+
+    make: Any = Planner  # untyped
+    state: dict[str, Any] = {}
+    with dcp_errors(f"{source} is no whole DCP checkpoint"), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*single process")
+        _load_state_dict(state, storage_reader=FileSystemReader(source), planner=make(), no_dist=True)
+    _number_parameters(state)
+    return state
+
+
+def _number_parameters(state: Any) -> None:
+    """DCP makes text of a dict's keys; an optimizer's own state dict has numbers."""
+    if isinstance(state, dict):
+        if isinstance(state.get("state"), dict) and "param_groups" in state:
+            state["state"] = {int(key) if str(key).isdecimal() else key: item for key, item in state["state"].items()}
+        for item in state.values():
+            _number_parameters(item)

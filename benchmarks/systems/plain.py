@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import torch
 from benchmarks.systems.base import State, System, copy_into, map_tensors, tensors_of
@@ -52,7 +54,7 @@ class CloneAndThread(TorchSave):
         copies = dict(tensors_of(self.buffers))
         for path, tensor in tensors_of(self.state):
             copies[path].copy_(tensor)
-        self.writing = self.pool.submit(torch.save, self.buffers, self.path(step))
+        self.writing = self.pool.submit(torch.save, _taken(self.state, self.buffers), self.path(step))
 
     def finish(self) -> None:
         if self.writing:
@@ -60,6 +62,19 @@ class CloneAndThread(TorchSave):
 
     def close(self) -> None:
         self.pool.shutdown()
+
+
+def _taken(state: Any, buffers: Any) -> Any:
+    """The copies of the tensors, and copies of everything else."""
+    if isinstance(state, dict):
+        return {key: _taken(item, buffers[key]) for key, item in state.items()}
+    return buffers if isinstance(state, torch.Tensor) else copy.deepcopy(state)
+
+
+def _has_values(state: Any) -> bool:
+    if isinstance(state, dict):
+        return any(map(_has_values, state.values()))
+    return not isinstance(state, torch.Tensor)
 
 
 class SafetensorsSave(System):
@@ -72,7 +87,7 @@ class SafetensorsSave(System):
         import safetensors.torch
 
         super().__init__(directory, state, rank)
-        if any(not isinstance(value, (torch.Tensor, dict)) for value in state.values()):
+        if _has_values(state):
             raise TypeError("safetensors holds tensors only; this state has Python values")
         self.library = safetensors
 

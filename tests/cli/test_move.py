@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pickle
+import random
 import signal
 import subprocess
 import sys
@@ -113,9 +115,8 @@ def test_sharded_tensors_are_assembled(sharded: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("to", ["x.safetensors", "x.pt", "x"])
-@pytest.mark.parametrize("which", ["single", "sharded"])
-def test_there_and_back_again_is_the_same(to: str, which: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
-    root: Path = request.getfixturevalue(which)
+def test_there_and_back_again_is_the_same(to: str, sharded: Path, tmp_path: Path) -> None:
+    root = sharded
     more = ["--format", "dcp"] if to == "x" else []
     stillframe("export", root, tmp_path / to, *more)
     stillframe("import", tmp_path / to, tmp_path / "back", "--step", 7)
@@ -151,7 +152,7 @@ def test_what_is_there_is_left_alone(single: Path, tmp_path: Path) -> None:
         (tmp_path / name).write_text("mine")
         stillframe("export", single, tmp_path / name, *more, code=9)
         assert (tmp_path / name).read_text() == "mine"
-    stillframe("import", tmp_path / "a.pt", single, code=4)
+    stillframe("import", tmp_path / "a.pt", single, code=8)
     torch.save({"w": torch.ones(3)}, tmp_path / "b.pt")
     stillframe("import", tmp_path / "b.pt", single, "--step", 30, code=9)
 
@@ -218,7 +219,7 @@ def test_import_runs_no_code(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(2), "evil": Surprise()}, tmp_path / "evil.pt")
     assert "weights_only=False" in stillframe("import", tmp_path / "evil.pt", tmp_path / "r", code=8, cwd=tmp_path)
     (tmp_path / "evil2.pt").write_bytes(pickle.dumps(Surprise()))
-    stillframe("import", tmp_path / "evil2.pt", tmp_path / "r", code=4, cwd=tmp_path)
+    stillframe("import", tmp_path / "evil2.pt", tmp_path / "r", code=8, cwd=tmp_path)
     assert not (tmp_path / "surprise").exists()
     assert not (tmp_path / "r").exists()
 
@@ -240,6 +241,63 @@ def test_what_cannot_be_imported_says_why(tmp_path: Path) -> None:
     stillframe("import", tmp_path / "nowhere.pt", tmp_path / "r", code=3)
     stillframe("import", tmp_path / "cut.safetensors", tmp_path / "r", code=4)
     assert not (tmp_path / "r").exists()
+
+
+def test_a_damaged_file_of_torch_is_refused(tmp_path: Path) -> None:
+    """Whatever torch trips over in it."""
+    from stillframe.convert.importing import read_state
+    from stillframe.errors import StillframeError
+
+    for is_zip in (True, False):
+        torch.save({"w": torch.arange(9.0), "n": [1, "x"]}, tmp_path / "w.pt", _use_new_zipfile_serialization=is_zip)
+        whole = (tmp_path / "w.pt").read_bytes()
+        chance = random.Random(0)
+        for _ in range(150):
+            data = bytearray(whole[: chance.randrange(len(whole))] if chance.random() < 0.3 else whole)
+            for _ in range(chance.choice((1, 3, 30))):
+                if data:
+                    data[chance.randrange(min(len(data), 700))] = chance.randrange(256)
+            (tmp_path / "bad.pt").write_bytes(data)
+            with contextlib.suppress(StillframeError):
+                read_state(tmp_path / "bad.pt")
+
+
+@pytest.mark.parametrize("index", ["null", '{"weight_map": []}', '{"weight_map": {"w": 3}}', '{"weight_map": {}}'])
+def test_a_malformed_index_is_refused(tmp_path: Path, index: str) -> None:
+    from stillframe.convert.importing import read_state
+    from stillframe.errors import FormatError
+
+    save_file({"w": torch.ones(1)}, tmp_path / "w.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(FormatError):
+        read_state(tmp_path)
+
+
+def test_what_is_no_file_is_not_waited_for(tmp_path: Path, single: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.pt")
+    stillframe("import", tmp_path / "pipe.pt", tmp_path / "r", code=3)
+    assert "copy the directory" in stillframe("import", single, tmp_path / "r", code=3)
+
+
+def test_a_full_disk_is_said_to_be_full(single: Path, tmp_path: Path) -> None:
+    small = tmp_path / "small"
+    small.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=4k", "none", str(small)]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("nothing can be mounted here")
+    try:
+        for name, more in (("a.safetensors", []), ("a.pt", []), ("a", ["--format", "dcp"])):
+            stillframe("export", single, small / name, *more, code=6)
+            assert os.listdir(small) == []
+    finally:
+        subprocess.run(["umount", str(small)], check=True)
+
+
+def test_keys_that_read_alike_are_not_guessed_at(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path / "r", arena="64MiB") as checkpointer:
+        checkpointer.save(1, {"odd": {0: torch.ones(1), "0": torch.zeros(1)}})
+    stillframe("export", tmp_path / "r", tmp_path / "x.pt", "--below", "odd/0", code=2)
+    stillframe("export", tmp_path / "r", tmp_path / "x", "--all", "--format", "dcp", code=2)
 
 
 def test_import_puts_tensors_where_they_are_wanted(tmp_path: Path) -> None:

@@ -145,10 +145,10 @@ GOLDEN_SEAL = (
     '"chunks":["00000000000000000000000000000000"]}}}\n'
 )
 GOLDEN_MANIFEST = (
-    '{"stillframe":2,"kind":"manifest","xxh3_128":"1db05029fbfa85a37a78fc573570dece","body":{'
+    '{"stillframe":2,"kind":"manifest","xxh3_128":"d1a892968abb78a38f38c2b6043ff31a","body":{'
     '"step":7,"attempt":"0123abcd","world_size":1,"created_unix_s":1700000000.5,"stage_s":0.25,"commit_s":1.5,'
     '"ranks":[{"rank":0,"segment":"rank-00000-0123abcd.safetensors","segment_bytes":4121,'
-    '"seal":"rank-00000-0123abcd.seal.json","seal_digest":"00000000000000000000000000000000"}],"rank":null}}\n'
+    '"seal":"rank-00000-0123abcd.seal.json","seal_digest":"00000000000000000000000000000000"}],"seal_s":0.75,"rank":null}}\n'
 )
 
 
@@ -185,5 +185,5 @@ def test_a_seal_has_exactly_these_bytes() -> None:
 
 def test_a_manifest_has_exactly_these_bytes() -> None:
     entry = RankEntry(0, "rank-00000-0123abcd.safetensors", 4121, "rank-00000-0123abcd.seal.json", ZEROS)
-    manifest = Manifest(7, "0123abcd", 1, 1700000000.5, 0.25, 1.5, [entry])
+    manifest = Manifest(7, "0123abcd", 1, 1700000000.5, 0.25, 1.5, [entry], 0.75)
     assert records.encode_manifest(manifest).decode() == GOLDEN_MANIFEST

@@ -18,10 +18,10 @@ DOCUMENT = Path(__file__).parents[2] / "docs/METRICS.md"
 def test_prometheus_gets_every_figure(tmp_path: Path) -> None:
     registry = CollectorRegistry()
     with Checkpointer(tmp_path / "r", arena="64MiB") as checkpointer:
-        collector = prometheus.register(checkpointer.stats, {"rank": "3"}, registry)
+        forget = prometheus.register(checkpointer.stats, {"rank": "3"}, registry)
         before = generate_latest(registry).decode()
         assert 'stillframe_saves_total{rank="3"} 0.0' in before
-        assert "committed_step" not in before, "there is nothing to tell yet"
+        assert "committed_step{" not in before, "there is nothing to tell yet"
         checkpointer.save(7, {"w": torch.ones(1 << 10)})
         checkpointer.wait()
         text = generate_latest(registry).decode()
@@ -30,8 +30,20 @@ def test_prometheus_gets_every_figure(tmp_path: Path) -> None:
     assert 'stillframe_flushed_bytes_total{rank="3"} 4096.0' in text
     for metric in METRICS:
         assert f"stillframe_{metric.name}" in text, metric.name
-    registry.unregister(collector)
-    assert "stillframe" not in generate_latest(registry).decode()
+    forget()
+    assert 'rank="3"' not in generate_latest(registry).decode()
+
+
+def test_two_checkpointers_in_one_process(tmp_path: Path) -> None:
+    registry = CollectorRegistry()
+    with Checkpointer(tmp_path / "a", arena="64MiB") as one, Checkpointer(tmp_path / "b", arena="64MiB") as other:
+        prometheus.register(one.stats, {"run": "a"}, registry)
+        prometheus.register(other.stats, {"run": "b"}, registry)
+        one.save(1, {"w": torch.ones(3)})
+        text = generate_latest(registry).decode()
+    assert 'stillframe_saves_total{run="a"} 1.0' in text
+    assert 'stillframe_saves_total{run="b"} 0.0' in text
+    assert text.count("# TYPE stillframe_saves_total") == 1
 
 
 def test_opentelemetry_gets_every_figure(tmp_path: Path) -> None:
@@ -57,6 +69,6 @@ def test_opentelemetry_gets_every_figure(tmp_path: Path) -> None:
 
 
 def test_the_document_names_every_figure() -> None:
-    rows = [f"| `{each.name}` | {each.kind} | {each.unit} | {each.help} |" for each in METRICS]
-    table = "\n".join(["| name | kind | unit | |", "| --- | --- | --- | --- |", *rows])
+    rows = [f"| `{each.name}` | {each.kind} | {each.unit} | `{each.field}` | {each.help} |" for each in METRICS]
+    table = "\n".join(["| name | kind | unit | in `stats()` | |", "| --- | --- | --- | --- | --- |", *rows])
     assert table in DOCUMENT.read_text()

@@ -20,9 +20,9 @@ from stillframe.units import format_bytes
 
 def prune(
     root: Root,
-    keep_last: Annotated[int | None, typer.Option(help="Keep so many of the newest.", metavar="N")] = None,
+    keep_last: Annotated[int | None, typer.Option(help="Keep so many of the newest.", metavar="N", min=1)] = None,
     keep_every: Annotated[
-        int | None, typer.Option(help="Keep steps that are a multiple of this, and the newest.", metavar="K")
+        int | None, typer.Option(help="Keep steps that are a multiple of this, and the newest.", metavar="K", min=1)
     ] = None,
     leftovers: Annotated[
         bool, typer.Option("--leftovers", help="Also remove files of saves that were never committed.")
@@ -52,6 +52,7 @@ def prune(
             f"the ranks of the run did not share {before.root}: nothing here tells which steps all of them have. "
             "Let the run itself remove old ones, with Checkpointer(…, keep=…)"
         )
+    tidy.check_free(before.root)
     catalogs = [Catalog(before.root), *(Catalog(before.root, rank) for rank in own)]
     if dry_run:
         checkpoints, damaged = tidy.going(catalogs[0], keep) if keep != Keep() else ([], [])
@@ -76,10 +77,16 @@ def _own_ranks(found: Survey) -> list[int]:
 
 def _report(before: Survey, left: Sequence[Step], spare_bytes: int, *, is_dry: bool, json: bool) -> None:
     """What is different from before."""
-    sizes = {each.step: each.bytes for each in left}
-    smaller = [each for each in before.steps if each.bytes > sizes.get(each.step, 0) or each.step not in sizes]
+    sizes = {each.step: each.bytes + each.stray_bytes for each in left}
+    smaller = [
+        each for each in before.steps if each.step not in sizes or each.bytes + each.stray_bytes > sizes[each.step]
+    ]
     stays = [each.step for each in left if each.state == "committed"]
-    freed = sum(each.bytes - sizes.get(each.step, 0) for each in smaller) + before.spare_bytes - spare_bytes
+    freed = (
+        sum(each.bytes + each.stray_bytes - sizes.get(each.step, 0) for each in smaller)
+        + before.spare_bytes
+        - spare_bytes
+    )
     if json:
         listed = [{"step": each.step, "state": each.state, "bytes": each.bytes} for each in smaller]
         output.print_json({"root": before.root, "dry_run": is_dry, "removed": listed, "bytes": freed, "kept": stays})
@@ -87,10 +94,13 @@ def _report(before: Survey, left: Sequence[Step], spare_bytes: int, *, is_dry: b
     verb = "would remove" if is_dry else "removed"
     for each in smaller:
         what = f"step {each.step}" if each.step not in sizes else f"leftovers beside step {each.step}"
-        size = format_bytes(each.bytes - sizes.get(each.step, 0))
+        size = format_bytes(each.bytes + each.stray_bytes - sizes.get(each.step, 0))
         output.say(f"{verb} {what} ({each.state}, {size})")
     if before.spare_bytes > spare_bytes:
         output.say(f"{verb} spare segments ({format_bytes(before.spare_bytes - spare_bytes)})")
+    linked = [step for step in stays if Catalog(before.root).dir(step).is_symlink()]
+    if linked:
+        output.say(f"left alone, because a link leads elsewhere: {_some(linked)}")
     count = f"{len(stays)} checkpoints stay" if len(stays) != 1 else "1 checkpoint stays"
     freeing = "would be freed" if is_dry else "freed"
     output.say(f"{format_bytes(freed)} {freeing}; {count}{': ' + _some(stays) if stays else ''}")

@@ -77,9 +77,9 @@ def diff(
     if json:
         output.print_json({"left": names[0], "right": names[1], **counts, "entries": [_json(row) for row in chosen]})
     else:
-        _print(chosen)
         summary = ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
         output.say(f"{names[0]} → {names[1]}: {summary}")
+        _print(chosen)
     if any(count for outcome, count in counts.items() if outcome != "equal"):
         sys.exit(_DIFFER)
 
@@ -138,8 +138,8 @@ def _node(entry: Entry | None) -> TensorNode | ShardedNode | ArrayNode:
 
 def _print(chosen: Sequence[_Row]) -> None:
     if chosen:
-        columns = ["", "path", "was", "is", "differing", "at most", "relative"]
-        output.table(columns, [_cells(row) for row in chosen], right=["differing", "at most", "relative"])
+        columns = ["", "path", "was", "is", "differing", "max |Δ|", "|Δ| / |was|"]
+        output.table(columns, [_cells(row) for row in chosen], right=["differing", "max |Δ|", "|Δ| / |was|"])
 
 
 def _cells(row: _Row) -> list[str]:
@@ -158,7 +158,8 @@ def _form(entry: Entry | None) -> str:
         return ""
     if entry.kind == "value":
         return contents.text_of(entry.value, 40)
-    return f"{entry.dtype}[{', '.join(map(str, entry.shape))}]"
+    kind = "numpy " if entry.kind == "array" else ""
+    return f"{kind}{entry.dtype}[{', '.join(map(str, entry.shape))}]"
 
 
 def _json(row: _Row) -> dict[str, object]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import sys
 import time
 from pathlib import Path
@@ -62,7 +63,8 @@ def _drawn(frame: Frame) -> RenderableType:
     from rich.console import Group
     from rich.text import Text
 
-    who = {"training": "training", "finishing": "ended; its keeper still writes", "ended": "no run is at work here"}
+    ended = "no run is at work here" + ("" if frame.is_closed else "; the last one was killed, or left without close()")
+    who = {"training": "training", "finishing": "ended; its keeper still writes", "ended": ended}
     lines = [Text(f"{frame.root}", style="bold", overflow="fold"), Text(_state(frame, who[frame.state]))]
     lines += [_moving(each, frame) for each in frame.moving]
     if frame.committed is not None:
@@ -71,18 +73,23 @@ def _drawn(frame: Frame) -> RenderableType:
     if frame.saves or frame.failed:
         cost = f" ({100 * frame.cost:.2g} % of the time)" if frame.cost is not None else ""
         failed = f", {frame.failed} failed" if frame.failed else ""
-        lines.append(Text(f"blocked      {_time(frame.blocked_s)} over {frame.saves} saves{cost}{failed}"))
+        saves = f"{frame.saves} save{'s' if frame.saves != 1 else ''}"
+        lines.append(Text(f"blocked      {_time(frame.blocked_s)} over {saves}{cost}{failed}"))
     if frame.arena_bytes:
         used = f"{format_bytes(frame.arena_used_bytes)} of {format_bytes(frame.arena_bytes)}"
         lines.append(Text(f"arena        {used} in use"))
     if frame.at_risk_s is not None:
-        lines.append(Text(f"a crash now  would cost {_time(frame.at_risk_s)} of training", style="yellow"))
+        lines.append(
+            Text(
+                f"a crash now  would cost {_time(frame.at_risk_s)} of training",
+            )
+        )
     return Group(*lines)
 
 
 def _state(frame: Frame, what: str) -> str:
     ranks = f", {frame.alive} of {frame.world_size} ranks" if frame.world_size > 1 else ""
-    step = f", step {frame.step}" if frame.step is not None else ""
+    step = f"; step {frame.step} was the last to be saved" if frame.step is not None else ""
     return f"{what}{ranks}{step}"
 
 
@@ -140,11 +147,13 @@ def report(root: Root, out: Out = None, force: Force = False) -> None:
     from stillframe.inspect.survey import survey
 
     page = made(survey(root), histories(root), time.time())
-    _write(out or Path(f"{Path(root).resolve().name}.html"), page.encode(), force)
+    _write(out or Path(f"{Path(root).resolve().name}.html"), page.encode(errors="replace"), force)
 
 
 def _write(to: Path, data: bytes, is_forced: bool) -> None:
-    partial = to.with_name(f"{to.name}.partial")
+    if not to.parent.is_dir():
+        raise NotFoundError(f"there is no directory {to.parent}")
+    partial = to.with_name(f"{to.name}.{secrets.token_hex(4)}.partial")
     with durable.storage_errors(f"writing {to}"):
         try:
             durable.write_partial(partial, data)

@@ -58,9 +58,9 @@ def _print_steps(found: survey.Survey) -> None:
         rows = [[_label(found, each), each.state, format_bytes(each.bytes)] for each in found.steps]
         output.table(["step", "state", "size"], rows, right=["step", "size"])
     else:
-        columns = ["step", "state", "when", "size", "ranks", "staged", "sealed", "committed", ""]
+        columns = ["step", "state", "when", "size", "ranks", "staged after", "sealed", "committed", ""]
         rows = [[_label(found, each), *_cells(each)] for each in found.steps]
-        output.table(columns, rows, right=["step", "size", "ranks", "staged", "sealed", "committed"])
+        output.table(columns, rows, right=["step", "size", "ranks", "staged after", "sealed", "committed"])
     for rank, holder in list(found.holders.items())[:1]:
         more = f" (and {len(found.holders) - 1} more ranks)" if len(found.holders) > 1 else ""
         who = f"rank {rank}, process {holder.pid} on {holder.host}{more}"
@@ -80,11 +80,12 @@ def _cells(each: survey.Step) -> list[str]:
     if len(each.here) != manifest.world_size:
         ranks = f"{len(each.here)} of {manifest.world_size}"
     times = [_seconds(manifest.stage_s), _seconds(manifest.seal_s), _seconds(manifest.commit_s)]
-    return [each.state, _when(manifest.created_unix_s), format_bytes(each.bytes), ranks, *times, each.reason]
+    stray = f"+ {format_bytes(each.stray_bytes)} left of another try" if each.stray_bytes else ""
+    return [each.state, _when(manifest.created_unix_s), format_bytes(each.bytes), ranks, *times, each.reason or stray]
 
 
 def _seconds(count: float | None) -> str:
-    return "" if count is None else f"{count:.2f} s"
+    return "" if count is None else f"{count:.2f} s" if count >= 1 else f"{count * 1e3:.0f} ms"
 
 
 def _when(unix_s: float) -> str:
@@ -143,7 +144,7 @@ def show(
             output.print_json(head | _manifest_json(checkpoint.manifest) | {"entries": listed})
         elif tensor or stats:
             _print_head(checkpoint)
-            _print_entries(chosen, figures)
+            _print_entries([each for each in chosen if tensor or each.kind != "value"], figures)
         else:
             _print_head(checkpoint)
             _print_tree(chosen, None if tree else _DEPTH)
@@ -238,7 +239,7 @@ def _print_tree(chosen: Sequence[Entry], depth: int | None) -> None:
     _add(rows, top, depth, "")
     width = max((len(name) for name, _ in rows), default=0)
     for name, text in rows:
-        output.console().print(f"{name:<{width}}  {text}".rstrip(), soft_wrap=True)
+        output.say(f"{name:<{width}}  {text}".rstrip())
 
 
 def _add(rows: list[tuple[str, str]], branch: _Branch, depth: int | None, indent: str) -> None:

@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from stillframe.catalog import Catalog
 from stillframe.cli import output
 from stillframe.cli.arguments import Json, Rank, Root
 from stillframe.convert import choose
@@ -63,6 +64,7 @@ def export(
         raise ConfigError("give --below PATH or --all, not both")
     kind = format or (Format.TORCH if to.suffix in _TORCH else Format.SAFETENSORS)
     largest = parse_bytes(max_file, "--max-file")
+    survey.check_root(root)
     if os.path.lexists(to):
         raise ExistsError(f"{to} is there already, and is left alone; choose another name or remove it")
     began = time.monotonic()
@@ -95,6 +97,8 @@ def export(
     output.console().print(
         f"{made.tensors} tensors, {format_bytes(made.bytes)} of step {checkpoint.step}, {seconds:.1f} s"
     )
+    if kind is Format.SAFETENSORS and len(made.files) and to.suffix != ".safetensors":
+        output.say("for from_pretrained, put the model's config.json (and tokenizer) beside it")
     if left_out:
         output.say(f"left out, since safetensors holds only tensors: {len(left_out)} values")
 
@@ -140,10 +144,11 @@ def import_files(
 
     with output.progress("saving", _size(source)) as advance:
         size = import_state(source, root, step, under, advance)
+    newest = Catalog(root).latest()
     seconds = time.monotonic() - began
     if json:
-        output.print_json({"root": root.absolute(), "step": step, "bytes": size, "seconds": seconds})
+        output.print_json({"root": root.absolute(), "step": step, "bytes": size, "seconds": seconds, "latest": newest})
     else:
-        output.console().print(
-            f"step {step} in {root}: {format_bytes(size)}, committed in {seconds:.1f} s", soft_wrap=True
-        )
+        output.say(f"step {step} in {root}: {format_bytes(size)}, committed in {seconds:.1f} s")
+        if newest is not None and newest > step:
+            output.say(f"step {newest} is newer: restore() takes that one, unless it is asked for step {step}")

@@ -31,7 +31,12 @@ def console() -> Console:
 
 def say(line: str) -> None:
     """One line, however long."""
-    console().print(line, soft_wrap=True)
+    console().print(printable(line), soft_wrap=True)
+
+
+def printable(text: str) -> str:
+    """A checkpoint's names may hold anything; a terminal must not obey it."""
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
 
 
 def errors() -> Console:
@@ -41,17 +46,19 @@ def errors() -> Console:
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[str] = ()) -> None:
-    """Columns that are empty in all rows are left out; long text folds instead of being cut."""
+    """Columns that are empty in all rows are left out; a table that is wider than the terminal stays so."""
     from rich.table import Table
 
+    rows = [[printable(cell) for cell in row] for row in rows]
     shown = [at for at, _ in enumerate(columns) if any(row[at] for row in rows)]
+    width = sum(max(len(columns[at]), *(len(row[at]) for row in rows)) + 2 for at in shown)
     made = Table(box=None, pad_edge=False, header_style="bold")
     for at in shown:
         is_right = columns[at] in right
-        made.add_column(columns[at], justify="right" if is_right else "left", overflow="fold")
+        made.add_column(columns[at], justify="right" if is_right else "left", no_wrap=True)
     for row in rows:
         made.add_row(*(row[at] for at in shown))
-    console().print(made)
+    console().print(made, width=max(width, console().width), crop=False, soft_wrap=True)
 
 
 def print_json(document: object) -> None:

@@ -97,17 +97,19 @@ def _descend(tree: Node, keys: Sequence[str], below: str) -> tuple[Node, Path]:
     for key in keys:
         while isinstance(tree, ObjectNode | LeafNode):
             tree = tree.item
-        known: dict[str, tuple[object, Node]] = {}
-        if isinstance(tree, DictNode):
-            known = {str(key_of(each)): (key_of(each), item) for each, item in zip(tree.keys, tree.items, strict=True)}
-        elif isinstance(tree, ListNode | TupleNode):
-            known = {str(at): (at, item) for at, item in enumerate(tree.items)}
+        known: dict[str, list[tuple[object, Node]]] = {}
+        if isinstance(tree, DictNode | ListNode | TupleNode):
+            keys_of = map(key_of, tree.keys) if isinstance(tree, DictNode) else range(len(tree.items))
+            for each, item in zip(keys_of, tree.items, strict=True):
+                known.setdefault(str(each), []).append((each, item))
         if key not in known:
-            raise NotFoundError(
-                f"there is no {below!r} in the state; at {key!r} there are {', '.join([*known][:8]) or 'none'}"
-            )
-        path.append(known[key][0])
-        tree = known[key][1]
+            where = f"below {'/'.join(map(str, path))!r}" if path else "at the top"
+            some = ", ".join([*known][:8]) or "none"
+            raise NotFoundError(f"there is no {below!r} in the state; {where} there are {some}")
+        if len(known[key]) > 1:
+            raise ConfigError(f"{below!r} may be one of {len(known[key])}, whose keys read alike: export more of it")
+        path.append(known[key][0][0])
+        tree = known[key][0][1]
     return tree, tuple(path)
 
 

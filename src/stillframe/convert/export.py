@@ -174,6 +174,7 @@ def to_dcp(stored: Stored, choice: Choice, to: Path, on_bytes: OnBytes) -> Expor
 
     described = _Described(stored)
     state = _Plain(stored, described).whole(choice)
+    check_names(choice.leaves)
     if not isinstance(state, dict):
         raise ConfigError("a DCP checkpoint is a dict; give --below a dict, or choose another format")
     planner = _planner(stored, described, on_bytes)

@@ -7,12 +7,15 @@ import pickle
 from collections.abc import Iterator
 from pathlib import Path
 
-from stillframe.errors import FormatError, StillframeError, UnsupportedStateError
+from stillframe.errors import StillframeError, StorageError, UnsupportedStateError
 
 
 @contextlib.contextmanager
-def dcp_errors(doing: str) -> Iterator[None]:
-    """DCP wraps whatever happens, Ctrl-C too, in an exception that is no ``Exception``: take it out again."""
+def dcp_errors(doing: str, kind: type[StillframeError] | None = None) -> Iterator[None]:
+    """DCP wraps whatever happens, Ctrl-C too, in an exception that is no ``Exception``: take it out again.
+
+    ``kind``: what everything is that has no meaning of its own.
+    """
     from torch.distributed.checkpoint.api import CheckpointException
 
     try:
@@ -21,7 +24,7 @@ def dcp_errors(doing: str) -> Iterator[None]:
         first = next(iter(error.failures.values()))[0]
         if isinstance(first, StillframeError | OSError | KeyboardInterrupt):
             raise first from None
-        raise FormatError(f"{doing}: {type(first).__name__}: {first}") from first
+        raise kind(f"{doing}: {first!r}") if kind else _translated(doing, first) from first
 
 
 @contextlib.contextmanager
@@ -38,9 +41,15 @@ def refused_by_torch(path: Path) -> Iterator[None]:
             f"know ({reason}); export the weights, or a part with --below"
         ) from None
     except RuntimeError as error:
-        if "share" not in str(error) and "type" not in str(error):
-            raise
-        raise UnsupportedStateError(f"torch.save cannot hold this state ({error}); export it as safetensors") from None
+        raise _translated(f"writing {path}", error) from error
+
+
+def _translated(doing: str, error: BaseException) -> StillframeError:
+    """torch's archive writer says nothing of the disk but that the file is shorter than it should be."""
+    first = str(error).strip().splitlines()[0] if str(error).strip() else ""
+    if "unexpected pos" in first or "PytorchStreamWriter" in first:
+        return StorageError(f"{doing}: the file could not be written whole; is the disk full? ({first})")
+    return UnsupportedStateError(f"{doing}: {type(error).__name__}: {first}")
 
 
 def refusal(path: Path, error: Exception) -> UnsupportedStateError:

@@ -20,7 +20,8 @@ import torch
 
 from stillframe.checkpointer import Checkpointer
 from stillframe.convert.foreign import dcp_errors, refusal
-from stillframe.errors import DeadlineError, FormatError, NotFoundError
+from stillframe.errors import DeadlineError, FormatError, NotFoundError, UnsupportedStateError
+from stillframe.format import names
 
 _DCP_INDEX = ".metadata"
 _MODEL = "model"
@@ -28,6 +29,12 @@ _PART = re.compile(r"-(\d+)-of-(\d+)\.safetensors$")
 _LEGACY = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 """What torch.save began its files with before they were zip archives."""
 _POLL_S = 0.2
+
+
+class _Index(msgspec.Struct):
+    """What Hugging Face writes beside several files."""
+
+    weight_map: dict[str, str]
 
 
 def import_state(source: Path, root: Path, step: int, under: str | None, on_bytes: Callable[[int], None]) -> int:
@@ -58,8 +65,8 @@ def read_state(source: Path) -> Any:
         return _read_dcp(source)
     if source.is_dir():
         return _read_directory(source)
-    if not source.exists():
-        raise NotFoundError(f"there is no {source}")
+    if not source.is_file():
+        raise NotFoundError(f"there is no {source}" if not source.exists() else f"{source} is no file")
     return _read_safetensors(source) if source.suffix == ".safetensors" else _read_torch(source)
 
 
@@ -67,15 +74,19 @@ def _read_directory(source: Path) -> dict[str, torch.Tensor]:
     """The files that an index names, or all there are; nothing may be missing, nothing there twice."""
     indexes = sorted(source.glob("*.safetensors.index.json"))
     files = sorted(source.glob("*.safetensors"))
+    if any(names.parse_step_dir(each.name) is not None for each in source.iterdir()):
+        raise NotFoundError(f"{source} is a root of stillframe already: copy the directory")
     if len(indexes) > 1 or not files:
         what = "more than one index" if indexes else f"no *.safetensors, and no {_DCP_INDEX} of DCP's"
         raise NotFoundError(f"there is nothing to import in {source}: {what}; give one file")
     named: dict[str, str] = {}
     if indexes:
         try:
-            named = msgspec.json.decode(indexes[0].read_bytes(), type=dict[str, Any])["weight_map"]
-        except (msgspec.MsgspecError, KeyError) as error:
+            named = msgspec.json.decode(indexes[0].read_bytes(), type=_Index).weight_map
+        except msgspec.MsgspecError as error:
             raise FormatError(f"{indexes[0]} cannot be read: {error}") from None
+        if not named:
+            raise FormatError(f"{indexes[0]} names no tensor")
         files = [source / name for name in sorted(set(named.values()))]
     else:
         _check_parts(files)
@@ -116,13 +127,19 @@ def _read_torch(path: Path) -> Any:
     with path.open("rb") as file:
         is_legacy = file.read(len(_LEGACY)) == _LEGACY
     if not is_legacy and not zipfile.is_zipfile(path):
-        raise FormatError(f"{path} is no file of torch.save's")
+        raise UnsupportedStateError(
+            f"{path} is neither a file of torch.save's nor *.safetensors nor a directory of DCP's"
+        )
     try:
-        return torch.load(path, map_location="cpu", mmap=not is_legacy, weights_only=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about what the errors say
+            return torch.load(path, map_location="cpu", mmap=not is_legacy, weights_only=True)
     except pickle.UnpicklingError as error:
         raise refusal(path, error) from None
-    except (RuntimeError, EOFError, ValueError, KeyError) as error:
-        raise FormatError(f"{path} is no whole file of torch.save's: {error}") from None
+    except MemoryError:
+        raise
+    except Exception as error:  # whatever torch trips over in a damaged file
+        raise FormatError(f"{path} is no whole file of torch.save's: {type(error).__name__}: {error}") from None
 
 
 def _read_dcp(source: Path) -> Any:
@@ -148,7 +165,7 @@ def _read_dcp(source: Path) -> Any:
 
     make: Any = Planner  # untyped
     state: dict[str, Any] = {}
-    with dcp_errors(f"{source} is no whole DCP checkpoint"), warnings.catch_warnings():
+    with dcp_errors(f"{source} is no whole DCP checkpoint", FormatError), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*single process")
         _load_state_dict(state, storage_reader=FileSystemReader(source), planner=make(), no_dist=True)
     _number_parameters(state)

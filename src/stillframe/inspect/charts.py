@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 _WIDTH, _HEIGHT = 520, 170
-_LEFT, _TOP, _BOTTOM = 62, 14, 26
+_LEFT, _TOP, _BOTTOM = 84, 14, 26
 _MAX_BARS = 120
 
 
@@ -57,6 +57,8 @@ class Slice:
     kind: str
     """A class of the style sheet."""
     title: str
+    label: str = ""
+    """Beside it."""
 
 
 def timeline(rows: Sequence[str], slices: Sequence[Slice], begin_s: float, end_s: float) -> str:
@@ -65,6 +67,13 @@ def timeline(rows: Sequence[str], slices: Sequence[Slice], begin_s: float, end_s
     height = row_h * len(rows) + 34
     scale = (width - left - 10) / max(end_s - begin_s, 1e-9)
     made = []
+    step = _nice((end_s - begin_s) / 8)
+    tick = 0.0
+    while tick <= end_s - begin_s:
+        x = left + tick * scale
+        made.append(f'<line class="grid" x1="{x:.1f}" x2="{x:.1f}" y1="4" y2="{height - 24}"/>')
+        made.append(_label("axis", x, height - 8, "middle", f"{tick:.4g} s"))
+        tick += step
     for number, name in enumerate(rows):
         y = number * row_h + 8
         made.append(_label("row", left - 8, y + row_h / 2 + 1, "end", name))
@@ -78,13 +87,8 @@ def timeline(rows: Sequence[str], slices: Sequence[Slice], begin_s: float, end_s
             f'<rect class="{each.kind}" x="{x:.2f}" y="{y + 3}" width="{max((last - first) * scale, least):.2f}" '
             f'height="{row_h - 8}" rx="2"><title>{_safe(each.title)}</title></rect>'
         )
-    step = _nice((end_s - begin_s) / 8)
-    tick = 0.0
-    while tick <= end_s - begin_s:
-        x = left + tick * scale
-        made.append(f'<line class="grid" x1="{x:.1f}" x2="{x:.1f}" y1="4" y2="{height - 24}"/>')
-        made.append(_label("axis", x, height - 8, "middle", f"{tick:.4g} s"))
-        tick += step
+        if each.label:
+            made.append(_label("axis", x + 4 + (last - first) * scale, y + row_h / 2 + 4, "start", each.label))
     return f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="timeline">{"".join(made)}</svg>'
 
 

@@ -169,11 +169,13 @@ def _entry(stored: Stored, path: Path, holders: tuple[str, ...], node: Node, see
     return Entry(path, kind, node, holders, dtype, shape, size, parts, tied_to)
 
 
+class OddKey(str):
+    """A dict's key that is none of JSON's own, such as a tuple, as its encoded text; which may be a key, too."""
+
+
 def key_of(encoded: Any) -> Any:
-    """A dict's key as it reads; one that is not JSON's own as its encoded text."""
-    if isinstance(encoded, dict | list):
-        return msgspec.json.encode(encoded).decode()
-    return encoded
+    """A dict's key as it reads."""
+    return OddKey(msgspec.json.encode(encoded).decode()) if isinstance(encoded, dict | list) else encoded
 
 
 def text_of(value: Any, limit: int = _MAX_TEXT) -> str:

@@ -38,7 +38,9 @@ def _checkpoints(found: Survey) -> list[Finding]:
     committed = found.with_state("committed")
     if committed:
         size = format_bytes(sum(each.bytes for each in committed))
-        findings.append(Finding("fine", f"{len(committed)} checkpoints, {size}; the newest is step {found.latest}"))
+        what = f"{len(committed)} checkpoints, {size}; the newest is step {found.latest}"
+        what += " (by names and sizes; `verify` reads)"
+        findings.append(Finding("fine", what))
     else:
         findings.append(Finding("note", "no checkpoint is committed here"))
     for each in found.with_state("damaged"):
@@ -77,7 +79,7 @@ def _leftovers(found: Survey) -> list[Finding]:
     ]
     if strangers and not found.holders:
         size = format_bytes(sum(file.bytes for file in strangers))
-        what = f"{len(strangers)} files of other runs lie beside checkpoints ({size})"
+        what = f"{len(strangers)} files of other tries at the same step lie beside checkpoints ({size})"
         findings.append(Finding("problem", what, f"stillframe prune {found.root} --leftovers"))
     if found.spare_bytes and not found.holders:
         what = f"spare segments of a run that was killed take {format_bytes(found.spare_bytes)}"
@@ -91,7 +93,7 @@ def _runs(found: Survey) -> list[Finding]:
     findings = []
     if found.holders:
         rank, holder = next(iter(found.holders.items()))
-        who = f"{format_ranks(found.holders)}, process {holder.pid} on {holder.host} is rank {rank}'s keeper"
+        who = f"{format_ranks(found.holders)}; the keeper of rank {rank} is process {holder.pid} on {holder.host}"
         doing = "writes here" if holder.state == "training" else "has ended; its keeper still finishes a checkpoint"
         findings.append(Finding("note", f"a run {doing}: {who}"))
     for rank, holder in {**found.last_words, **found.holders}.items():

@@ -14,6 +14,7 @@ from stillframe.events import End, Progress, Restore, Run, Save, Update
 from stillframe.inspect.survey import check_root
 
 _UNUSUAL = 20
+_FEW = 5
 
 
 @dataclass(slots=True)
@@ -75,6 +76,19 @@ class RankHistory:
         return found
 
 
+def beside_saves(history: RankHistory) -> float | None:
+    """The median iteration beside a save in flight over that of others; ``None`` if there are too few of either."""
+    flights = [(save.requested_s, save.committed_s or save.at_s) for save in history.saves]
+    beside: list[float] = []
+    alone: list[float] = []
+    for begin_s, end_s in history.iterations():
+        is_beside = any(start_s < end_s and begin_s < until_s for start_s, until_s in flights)
+        (beside if is_beside else alone).append(end_s - begin_s)
+    if min(len(beside), len(alone)) < _FEW:
+        return None
+    return statistics.median(beside) / statistics.median(alone)
+
+
 def save_blocked_s(save: Save) -> float:
     return (save.returned_s or save.requested_s) - save.requested_s
 
@@ -96,9 +110,9 @@ def histories(root: str | os.PathLike[str]) -> list[RankHistory]:
 
 
 def newest(found: list[RankHistory]) -> list[RankHistory]:
-    """The ranks of the attempt that was the last to save anything, or just the last."""
-    attempts = [each.attempt for each in found if each.saves] or [each.attempt for each in found]
-    return [each for each in found if each.attempt == attempts[-1]]
+    """The ranks of the last attempt that was a run: one save alone is what an import makes."""
+    ordered = sorted(found, key=lambda each: min(len(each.saves), 2))  # stable: of equals the last began last
+    return [each for each in found if each.attempt == ordered[-1].attempt]
 
 
 def gather(rank: int, attempt: str, told: Iterable[events.Event]) -> RankHistory:

@@ -41,6 +41,8 @@ class Frame:
     is_running: bool
     state: str
     world_size: int
+    is_closed: bool
+    """The last run that ended said so itself."""
     alive: int
     """Ranks whose keeper lives, as far as locks tell."""
     step: int | None
@@ -111,7 +113,8 @@ class Follower:
         used, size = max(arenas, default=(0, 0))
         is_running = holder is not None and holder.state == "training"
         return Frame(
-            now_s, found.root, is_running, holder.state if holder else "ended", world_size, len(found.holders),
+            now_s, found.root, is_running, holder.state if holder else "ended", world_size,
+            all(each.end is not None and each.end.is_closed for each in last), len(found.holders),
             max(steps, default=None), moving, found.latest,
             now_s - newest.committed_s if newest and newest.committed_s else None,
             max((len(each.committed) for each in last), default=0), max((len(each.failed) for each in last), default=0),

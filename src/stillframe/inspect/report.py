@@ -10,7 +10,7 @@ from pathlib import Path
 
 from stillframe.events import Save
 from stillframe.inspect.charts import Bar, Slice, bars, timeline
-from stillframe.inspect.history import RankHistory, newest, rate, save_blocked_s
+from stillframe.inspect.history import RankHistory, beside_saves, newest, rate, save_blocked_s
 from stillframe.inspect.survey import Survey
 from stillframe.units import format_bytes
 
@@ -28,6 +28,7 @@ def report(found: Survey, every: Sequence[RankHistory], now_s: float) -> str:
         *_timeline(last),
         *_charts(last),
         *_ranks(last),
+        *_attempts(every),
         *_failures(found, every),
         _checkpoints(found, last),
     ]
@@ -56,7 +57,7 @@ def _verdict(last: Sequence[RankHistory]) -> list[str]:
     cost = slowest.cost
     kind = "worse" if failed or cost > _DEAR else "warn" if cost > _CHEAP else "good"
     steps = {save.step for each in last for save in each.committed}
-    verb = "costs nothing you could notice" if cost < 0.001 else f"costs {100 * cost:.2g} % of the time"
+    share = "less than 0.1 %" if cost < 0.001 else f"{100 * cost:.2g} %"
     span = slowest.span_s
     assert span is not None
     of = f"{len(steps)} checkpoint{'s' if len(steps) != 1 else ''} in {_duration(span[1] - span[0])}"
@@ -65,7 +66,11 @@ def _verdict(last: Sequence[RankHistory]) -> list[str]:
     lead += f"{len(failed)} saves failed." if failed else "None failed."
     if any(each.end is not None and not each.end.is_closed for each in last):
         lead += " The run ended without closing its checkpointer."
-    return [f'<p class="verdict {kind}">Checkpointing {verb}</p>', f'<p class="lead">{_safe(lead)}</p>']
+    beside = beside_saves(slowest)
+    if beside is not None:
+        lead += f" An iteration beside a save took {beside:.2f} × one without."
+    lead += " Copying and writing also take cores and memory bandwidth, which this does not count."
+    return [f'<p class="verdict {kind}">Training waited {share} of the time</p>', f'<p class="lead">{_safe(lead)}</p>']
 
 
 def _tiles(found: Survey, last: Sequence[RankHistory], now_s: float) -> str:
@@ -76,13 +81,13 @@ def _tiles(found: Survey, last: Sequence[RankHistory], now_s: float) -> str:
         tiles.append((_duration(statistics.median(blocked)), f"blocked per save (at most {_duration(max(blocked))})"))
         rates = [each for save in slowest.committed if (each := rate(save)) is not None]
         if rates:
-            tiles.append((f"{format_bytes(statistics.median(rates))}/s", "made durable, a rank"))
+            tiles.append((f"{format_bytes(statistics.median(rates))}/s", "write speed of a rank"))
         latencies = [save.committed_s - save.requested_s for save in slowest.committed if save.committed_s is not None]
         if latencies:
             tiles.append((_duration(statistics.median(latencies)), "from save() to committed"))
     newest_step = next((each for each in reversed(found.steps) if each.state == "committed"), None)
     if newest_step is not None and newest_step.manifest is not None:
-        tiles.append((format_bytes(newest_step.bytes), "a checkpoint"))
+        tiles.append((format_bytes(newest_step.bytes), "size of a checkpoint"))
         age = now_s - newest_step.manifest.created_unix_s
         tiles.append((f"step {newest_step.step}", f"the newest, committed {_duration(max(age, 0))} before this page"))
     made = "".join(f'<div class="tile"><b>{_safe(big)}</b><span>{_safe(small)}</span></div>' for big, small in tiles)
@@ -145,7 +150,14 @@ def _slices(save: Save) -> list[Slice]:
         (3, save.sealed_s, save.committed_s, "wait", "committed"),
     )
     return [
-        Slice(row, begin_s, end_s, kind, f"step {save.step} {what}: {_duration(end_s - begin_s)}")
+        Slice(
+            row,
+            begin_s,
+            end_s,
+            kind,
+            f"step {save.step} {what}: {_duration(end_s - begin_s)}",
+            f"step {save.step}" if row == 3 else "",
+        )
         for row, begin_s, end_s, kind, what in rows
         if begin_s is not None and end_s is not None
     ]
@@ -184,6 +196,26 @@ def _ranks(last: Sequence[RankHistory]) -> list[str]:
         rows.append(cells)
     head = ["rank", "host", "committed", "failed", "blocked in all", "staged after", "sealed after"]
     return [f"<h2>Ranks, those that waited longest first</h2>{_table(head, rows, numbers=(0, 2, 3, 4, 5, 6))}"]
+
+
+def _attempts(every: Sequence[RankHistory]) -> list[str]:
+    """Every time that a run was started."""
+    rows = []
+    for attempt in dict.fromkeys(each.attempt for each in every):
+        own = [each for each in every if each.attempt == attempt]
+        first = own[0]
+        steps = sorted({save.step for each in own for save in each.committed})
+        resumed = [restore.step for each in own for restore in each.restores if restore.step is not None]
+        ends = {"not closed" if each.end is None else "closed" if each.end.is_closed else "killed" for each in own}
+        saved = f"{len(steps)} (steps {steps[0]} to {steps[-1]})" if steps else "0"
+        how = "its trainer was killed, or left without close()" if "killed" in ends else "closed"
+        how = "still running, or its keeper was killed" if "not closed" in ends else how
+        when = _when(first.run.at_s) if first.run else ""
+        rows.append([when, str(len(own)), str(resumed[-1]) if resumed else "—", saved, how])
+    if len(rows) < 2 and all(row[4] == "closed" for row in rows):
+        return []
+    head = ["started", "ranks", "resumed from", "committed", "ended"]
+    return [f"<h2>Attempts</h2>{_table(head, rows, numbers=(1, 2))}"]
 
 
 def _failures(found: Survey, every: Sequence[RankHistory]) -> list[str]:

@@ -43,10 +43,15 @@ class Step:
     here: tuple[int, ...]
     """The ranks whose part is committed here, or, of one that is not committed, sealed."""
     bytes: int
-    """Of its files."""
+    """Of its files; of a committed one, of those that belong to it."""
     files: tuple[StepFile, ...]
     reason: str = ""
     """What is wrong with it."""
+
+    @property
+    def stray_bytes(self) -> int:
+        """Of files of other attempts beside a committed one."""
+        return sum(file.bytes for file in self.files) - self.bytes
 
     @property
     def rank(self) -> int | None:
@@ -257,6 +262,8 @@ def _committed(published: list[Catalog], step: int, files: tuple[StepFile, ...])
         except (StillframeError, OSError) as error:
             return Step(step, "unreadable", None, (), size, files, str(error))
     first = manifests[0] if manifests else _readable(published[0], step)
+    if first is not None:
+        size = sum(file.bytes for file in files if file.attempt in (None, first.attempt))
     here = tuple(sorted({entry.rank for manifest in manifests for entry in manifest.ranks}))
     return Step(step, "damaged" if lacking else "committed", first, here, size, files, "; ".join(lacking[:3]))
 

@@ -10,6 +10,7 @@ import contextlib
 import os
 import secrets
 from collections.abc import Iterator
+from pathlib import Path
 
 from stillframe.catalog import Catalog
 from stillframe.errors import BusyError, NotFoundError, StillframeError, StorageError
@@ -67,10 +68,8 @@ def remove_leftovers(catalog: Catalog) -> None:
                 durable.remove(catalog.root / name)
 
 
-@contextlib.contextmanager
-def _root_of(catalog: Catalog) -> Iterator[str]:
-    """Holds the root's lock: no run works here, and one that starts now waits."""
-    root = catalog.root
+def check_free(root: Path) -> None:
+    """Raises :class:`BusyError` if a run is at work in the root."""
     for name in sorted(os.listdir(root)):
         rank = names.parse_lock(name)
         if rank is not None and is_held(root, rank):
@@ -80,6 +79,13 @@ def _root_of(catalog: Catalog) -> Iterator[str]:
                 f"a run is at work in {root}{who}, and removes what its own policy lets go: Checkpointer(…, keep=…). "
                 "Wait until it has ended, and try again"
             )
+
+
+@contextlib.contextmanager
+def _root_of(catalog: Catalog) -> Iterator[str]:
+    """Holds the root's lock: no run works here, and one that starts now waits."""
+    root = catalog.root
+    check_free(root)
     attempt = secrets.token_hex(4)
     lock = RootLock(root, catalog.rank or 0, attempt)
     with durable.storage_errors(f"locking {root}"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
 
 from prometheus_client import REGISTRY, CollectorRegistry
@@ -15,33 +16,39 @@ _PREFIX = "stillframe"
 
 
 class CheckpointerCollector(Collector):
-    """Asks for the figures when Prometheus does: nothing runs in between.
+    """Asks for the figures when Prometheus does: nothing runs in between."""
 
-    ``stats``: a checkpointer's ``stats``.  ``labels`` are put on every figure, such as the rank.
-    """
-
-    def __init__(self, stats: Callable[[], Stats], labels: dict[str, str] | None = None) -> None:
-        self._stats = stats
-        self._labels = labels or {}
+    def __init__(self) -> None:
+        self.sources: list[tuple[Callable[[], Stats], dict[str, str]]] = []
 
     def collect(self) -> Iterable[Metric]:
-        stats = self._stats()
-        names, values = list(self._labels), list(self._labels.values())
+        sources = [(stats(), labels) for stats, labels in tuple(self.sources)]
+        names = list(dict.fromkeys(name for _, labels in sources for name in labels))
         for metric in METRICS:
-            value = metric.value(stats)
-            if value is None:
-                continue
             name = "_".join(filter(None, (_PREFIX, metric.name, metric.unit)))
             kind = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
             family = kind(name, metric.help, labels=names)
-            family.add_metric(values, value)
+            for stats, labels in sources:
+                value = metric.value(stats)
+                if value is not None:
+                    family.add_metric([labels.get(each, "") for each in names], value)
             yield family
+
+
+_collectors: weakref.WeakKeyDictionary[CollectorRegistry, CheckpointerCollector] = weakref.WeakKeyDictionary()
 
 
 def register(
     stats: Callable[[], Stats], labels: dict[str, str] | None = None, registry: CollectorRegistry = REGISTRY
-) -> CheckpointerCollector:
-    """``register(checkpointer.stats, {"rank": "0"})``; the collector can be given to ``registry.unregister``."""
-    collector = CheckpointerCollector(stats, labels)
-    registry.register(collector)
-    return collector
+) -> Callable[[], None]:
+    """``register(checkpointer.stats, {"rank": "0"})``; several checkpointers need labels that differ.
+
+    What it returns takes the figures away again: call it when the checkpointer is closed.
+    """
+    collector = _collectors.get(registry)
+    if collector is None:
+        collector = _collectors[registry] = CheckpointerCollector()
+        registry.register(collector)
+    source = stats, labels or {}
+    collector.sources.append(source)
+    return lambda: collector.sources.remove(source)

@@ -57,7 +57,9 @@ def _placeholder(argument: Any) -> str:
 
 def _option(option: Any) -> str:
     names = ", ".join(f"`{each}`" for each in option.opts)
-    return names if option.is_flag else f"{names} {option.metavar or option.name.upper()}"
+    choices = [str(getattr(each, "value", each)) for each in getattr(option.type, "choices", ())]
+    what = " or ".join(choices) or option.metavar or option.name.upper()
+    return names if option.is_flag else f"{names} {what}"
 
 
 def _default(option: Any) -> str:

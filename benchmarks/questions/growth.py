@@ -78,6 +78,9 @@ class Growth(Question):
             steps = [places[0] * (places[-1] / places[0]) ** (step / 50) for step in range(51)]
             axes.plot(steps, [base + each * at for at in steps], color="#333333", lw=0.8)
             axes.set_xscale("log")
+            if unit == "GiB":  # less than two decades: matplotlib would write a label at every tenth
+                axes.set_xticks(places, [f"{place:g}" for place in places])
+                axes.minorticks_off()
             if max(middles) > 10 * min(middles):
                 axes.set_yscale("log")
             else:

@@ -88,7 +88,10 @@ def timeline(rows: Sequence[str], slices: Sequence[Slice], begin_s: float, end_s
             f'height="{row_h - 8}" rx="2"><title>{_safe(each.title)}</title></rect>'
         )
         if each.label:
-            made.append(_label("axis", x + 4 + (last - first) * scale, y + row_h / 2 + 4, "start", each.label))
+            after = x + 4 + (last - first) * scale
+            is_room = after + 7 * len(each.label) < width
+            at = (after, "start") if is_room else (x - 4, "end")
+            made.append(_label("axis", at[0], y + row_h / 2 + 4, at[1], each.label))
     return f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="timeline">{"".join(made)}</svg>'
 
 

@@ -18,7 +18,7 @@ from stillframe.storage.direct import aligned_buffer
 from stillframe.units import round_up
 
 READERS = 5
-"""Threads: while some check and place, others keep the disk busy; with three it idled for a tenth of the time."""
+"""Threads: while some check and place, others keep the disk busy; three lost a tenth of the raw rate."""
 
 Place = Callable[[int, Sequence[int], int, int, mmap.mmap], None]
 """``place(rank, shards, start, end, buffer)``: these bytes of the rank's data, which belong to these shards, lie,

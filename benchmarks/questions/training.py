@@ -9,7 +9,6 @@ from benchmarks.training import ITERATIONS
 from matplotlib.figure import Figure
 
 _GIB = {"gpt-5M": 0.06, "gpt-10M": 0.11, "gpt-25M": 0.29, "python": 0.25}
-_SHORT = ("none", "torch-save", "torch-checkpointing", "stillframe")
 _NAMES = {"python": "a loop of pure Python"}
 
 
@@ -26,7 +25,7 @@ class Training(Question):
     )
 
     def cases(self, scope: Scope) -> list[Case]:
-        models = ("gpt-10M", "python") if scope.is_short else tuple(_GIB)
+        models = ("gpt-10M",) if scope.is_short else tuple(_GIB)
         return [
             Case(
                 task="training",
@@ -37,7 +36,6 @@ class Training(Question):
             )
             for model in models
             for system in scope.few()
-            if not scope.is_short or system in _SHORT
         ]
 
     def turns(self, is_short: bool) -> int:

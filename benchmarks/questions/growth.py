@@ -27,7 +27,7 @@ class Growth(Question):
 
     def cases(self, scope: Scope) -> list[Case]:
         counts = (100, 10_000) if scope.is_short else (100, 1_000, 3_000, 10_000, 30_000)
-        sizes = scope.sizes(0.125, 1.0) if scope.is_short else scope.sizes(0.125, 0.5, 1.0, 2.0, 4.0)
+        sizes = scope.sizes(0.125, 0.5) if scope.is_short else scope.sizes(0.125, 0.5, 1.0, 2.0, 4.0)
         keepers = (1, 8) if scope.is_short else (1, 4, 16, 64)
         seals = (1024,) if scope.is_short else (1024, 4096, 16384)
         saves = 6 if scope.is_short else 12

@@ -74,7 +74,7 @@ class Models(Question):
             )
             for model in models
             for system in ("none", *_COLUMNS)
-            if system in scope.systems or system == "none"
+            if system in (scope.few() if scope.is_short else scope.systems) or system == "none"
         ]  # fmt: skip
 
     def turns(self, is_short: bool) -> int:

@@ -43,12 +43,15 @@ if TYPE_CHECKING:
     from stillframe.catalog import Catalog, Checkpoint
     from stillframe.checkpointer import Checkpointer
     from stillframe.format.leaves import register_leaf
-    from stillframe.model import Progress, RestoreReport, Stats, Times
+    from stillframe.model import Label, Progress, RestoreReport, Stats, Times
     from stillframe.restore.load import load
+    from stillframe.restore.parts import PartReader
     from stillframe.retention import KeepEvery, KeepLast
     from stillframe.stage.ledger import Save
+    from stillframe.stage.part import Part
     from stillframe.stage.rng import RNG
     from stillframe.stage.train_state import TrainState
+    from stillframe.stage.walk import storable
 
 __version__ = "0.1.0"
 
@@ -66,8 +69,11 @@ __all__ = [
     "KeepEvery",
     "KeepLast",
     "KeeperError",
+    "Label",
     "MismatchError",
     "NotFoundError",
+    "Part",
+    "PartReader",
     "Progress",
     "RestoreReport",
     "Save",
@@ -82,6 +88,7 @@ __all__ = [
     "VersionError",
     "load",
     "register_leaf",
+    "storable",
 ]
 
 # Looked up when first used: the keeper imports this package too, and must not import torch.
@@ -91,6 +98,9 @@ _HOMES = {
     "Checkpointer": "checkpointer",
     "KeepEvery": "retention",
     "KeepLast": "retention",
+    "Label": "model",
+    "Part": "stage.part",
+    "PartReader": "restore.parts",
     "Progress": "model",
     "RNG": "stage.rng",
     "RestoreReport": "model",
@@ -100,6 +110,7 @@ _HOMES = {
     "TrainState": "stage.train_state",
     "load": "restore.load",
     "register_leaf": "format.leaves",
+    "storable": "stage.walk",
 }
 
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import atexit
 import logging
-import math
 import multiprocessing.util
 import os
 import time
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Literal
 
@@ -31,19 +31,19 @@ from stillframe.format.records import SealDraft, check_draft
 from stillframe.group import join_group
 from stillframe.link.process import KeeperConfig
 from stillframe.link.sizing import auto_arena, fixed_arena
-from stillframe.model import Phase, RestoreReport, Stats, check_step
+from stillframe.model import Label, Phase, RestoreReport, Stats, check_choice, check_deadline, check_step
 from stillframe.restore.resume import Resume
 from stillframe.retention import Keep
 from stillframe.stage.audit import Audit
 from stillframe.stage.device import DeviceTable
-from stillframe.stage.fence import OptimizerFence
+from stillframe.stage.fence import Fence, OptimizerFence
 from stillframe.stage.keepers import Keepers
 from stillframe.stage.ledger import Ledger, Save
 from stillframe.stage.parts import Seat
 from stillframe.stage.plan import Plan, make_plan
 from stillframe.stage.stager import Job, Stager
 from stillframe.stage.walk import Walk
-from stillframe.start import agree_on_attempt, resolve_root
+from stillframe.start import agree_on_attempt, agree_on_next, resolve_root
 from stillframe.units import parse_bytes
 
 logger = logging.getLogger("stillframe")
@@ -84,11 +84,11 @@ class Checkpointer:
         shared: bool | None = None,
         deadline_s: float = 600.0,
     ) -> None:
-        _check_choice("on_error", on_error, ("raise", "warn"))
-        _check_choice("when_busy", when_busy, ("wait", "skip"))
+        check_choice("on_error", on_error, ("raise", "warn"))
+        check_choice("when_busy", when_busy, ("wait", "skip"))
         if keep is not None and not isinstance(keep, Keep):
             raise ConfigError(f"keep={keep!r}: give KeepLast(n), KeepEvery(k), both combined with |, or None")
-        self._group = join_group(rank, world_size, _check_deadline(deadline_s))
+        self._group = join_group(rank, world_size, check_deadline(deadline_s))
         if when_busy == "skip" and self._group.world_size > 1:
             raise ConfigError(
                 "when_busy='skip': several ranks would skip different steps; use 'wait', and save less often"
@@ -132,12 +132,13 @@ class Checkpointer:
 
     # --- saving ----------------------------------------------------------------------------
 
-    def save(self, step: int, state: Any) -> Save:
+    def save(self, step: int, state: Any, *, label: Label | None = None) -> Save:
         """Request a checkpoint of ``state`` as it is now.
 
         ``state`` is any nesting of dict, list and tuple with tensors, numpy arrays, plain Python values, and objects
         that have ``state_dict`` and ``load_state_dict``.  Parameters, optimizer state and tensors that stand in it by
         themselves are copied in the background: change them only in ``optimizer.step()`` or behind a :meth:`fence`.
+        ``label``: a directory of small files that appears with the checkpoint, for those who look for it by a name.
 
         Blocks: for about a millisecond; never for I/O.
         Raises: :class:`ConfigError`, :class:`ExistsError`, :class:`UnsupportedStateError` (nothing was saved), and
@@ -179,7 +180,7 @@ class Checkpointer:
         try:
             self._known_steps().add(step)
             self._tried.add(step)
-            job = Job(save, plan, draft, captured, marks, audit)
+            job = Job(save, plan, draft, captured, marks, audit, label)
             self._ledger.returned(save, plan.captured_bytes, time.monotonic() - began)
             self._stager.submit(job)  # last: from here on the stager competes for the GIL
         except BaseException as error:  # Ctrl-C just here: a save that nobody stages must not be waited for
@@ -195,6 +196,14 @@ class Checkpointer:
         """
         self._stager.fence()
         return Fence()
+
+    def hold(self) -> Callable[[], None]:
+        """Every fence waits from now on, until the function returned is called.
+
+        For a save that another thread will request: what it may copy must not change before.  What is held must be
+        released, or training stops at its next update.
+        """
+        return self._stager.hold()
 
     def wait(self, phase: Phase = "committed", timeout_s: float | None = None) -> None:
         """Block until every save so far has reached ``phase``.
@@ -281,6 +290,14 @@ class Checkpointer:
         self.wait("committed")
 
     # --- asking ----------------------------------------------------------------------------
+
+    def next_step(self) -> int:
+        """One more than the greatest step in the root, the same on every rank: for saves that nobody numbers.
+
+        Blocks until every rank asks and every save is committed, also those of a run that was just killed.
+        """
+        self._check_open("next_step")
+        return agree_on_next(self._group, self._catalog, self._settle)
 
     def stats(self) -> Stats:
         """What has happened since this checkpointer was made."""
@@ -373,26 +390,3 @@ class Checkpointer:
             assert first.error is not None
             others = f" (and {len(untold) - 1} more)" if len(untold) > 1 else ""
             raise type(first.error)(f"saving step {first.step} failed{others}: {first.error}") from first.error
-
-
-class Fence:
-    """What :meth:`Checkpointer.fence` returns, so that an update can stand inside ``with``; the wait is over."""
-
-    def __enter__(self) -> Fence:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        pass
-
-
-def _check_choice(name: str, given: str, choices: tuple[str, ...]) -> None:
-    if given not in choices:
-        raise ConfigError(f"{name}={given!r}: give one of {', '.join(map(repr, choices))}")
-
-
-def _check_deadline(deadline_s: float) -> float:
-    if isinstance(deadline_s, bool) or not isinstance(deadline_s, int | float) or not 0 < deadline_s < math.inf:
-        raise ConfigError(f"deadline_s={deadline_s!r}: give a number of seconds above 0")
-    return float(deadline_s)

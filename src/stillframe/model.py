@@ -6,6 +6,8 @@ What each phase promises is written in docs/FAILURES.md.
 
 from __future__ import annotations
 
+import math
+import re
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -22,6 +24,32 @@ BLOCK_BYTES = 4096
 """Alignment of everything that O_DIRECT touches."""
 
 MAX_STEP = 10**12 - 1
+
+
+@dataclass(frozen=True)
+class Label:
+    """A directory in the root that appears, complete, when the step is committed: for those who look for files.
+
+    ``files``: this rank's, by name; all hold ``content``.  ``is_latest``: the file ``latest`` in the root names it.
+    Every rank gives the same ``name``, and files of other names.  Removing the directory removes the checkpoint, with
+    the next one that has a label.
+    """
+
+    name: str
+    files: tuple[str, ...] = ()
+    content: bytes = b""
+    is_latest: bool = False
+
+    def __post_init__(self) -> None:
+        for name in (self.name, *self.files):
+            check_label_name(name)
+
+
+def check_label_name(name: object) -> None:
+    """Raises :class:`ConfigError` if it is no plain name of a file, or one that stillframe uses itself."""
+    is_plain = isinstance(name, str) and bool(re.fullmatch(r"[^/\0]{1,200}", name)) and not name.startswith(".")
+    if not is_plain or re.match(r"step-\d|rank-\d|label-\d|events$|latest$|manifest|label\.json$", str(name)):
+        raise ConfigError(f"{name!r} cannot be a label: give a plain name, without '/', that is not stillframe's own")
 
 
 def check_step(step: object) -> int:
@@ -115,3 +143,14 @@ class RestoreReport:
     mismatched: tuple[str, ...] = ()
     """In both, with another shape or dtype: left as they were."""
     skipped: tuple[SkippedStep, ...] = field(default=())
+
+
+def check_choice(name: str, given: str, choices: tuple[str, ...]) -> None:
+    if given not in choices:
+        raise ConfigError(f"{name}={given!r}: give one of {', '.join(map(repr, choices))}")
+
+
+def check_deadline(deadline_s: float) -> float:
+    if isinstance(deadline_s, bool) or not isinstance(deadline_s, int | float) or not 0 < deadline_s < math.inf:
+        raise ConfigError(f"deadline_s={deadline_s!r}: give a number of seconds above 0")
+    return float(deadline_s)

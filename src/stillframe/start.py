@@ -6,6 +6,7 @@ import os
 import re
 import secrets
 import socket
+from collections.abc import Callable
 
 import msgspec
 
@@ -29,6 +30,10 @@ class _Hello(msgspec.Struct, frozen=True):
 
 class _Attempt(msgspec.Struct, frozen=True):
     attempt: str
+
+
+class _Newest(msgspec.Struct, frozen=True):
+    step: int
 
 
 def resolve_root(root: str | os.PathLike[str], shared: bool | None, group: Group) -> tuple[str, bool]:
@@ -70,3 +75,19 @@ def agree_on_attempt(group: Group, catalog: Catalog, keep: Keep | None) -> str:
         return _Attempt(secrets.token_hex(4))
 
     return group.decide(f"starting to use {catalog.root}", lambda: hello, judge, _Attempt).attempt
+
+
+def agree_on_next(group: Group, catalog: Catalog, settle: Callable[[], None]) -> int:
+    """One more than the greatest step that any rank has a directory of.  ``settle`` runs before anyone looks."""
+
+    def look() -> int:
+        settle()
+        return max(catalog.step_dirs(), default=-1)
+
+    def judge(outcomes: list[Outcome]) -> _Newest:
+        for each in outcomes:
+            if each.error is not None:
+                raise each.error
+        return _Newest(max(each.value for each in outcomes))
+
+    return group.decide(f"looking for the newest step in {catalog.root}", look, judge, _Newest).step + 1

@@ -11,10 +11,13 @@ from dataclasses import dataclass
 
 MANIFEST = "manifest.json"
 PARTIAL = ".partial"
+LABEL = "label.json"
+LATEST = "latest"
 
 _STEP = re.compile(r"step-(\d{12})", re.ASCII)
 _RANK_FILE = re.compile(r"rank-(\d{5})-([0-9a-f]{8})\.(safetensors|seal\.json|failure\.json)(\.partial)?", re.ASCII)
 _LOCK = re.compile(r"rank-(\d{5})\.lock", re.ASCII)
+_LABEL = re.compile(r"label-(\d{12})-([0-9a-f]{8})\.partial", re.ASCII)
 _SPARE = re.compile(r"rank-(\d{5})\.spare", re.ASCII)
 _MANIFEST = re.compile(r"manifest(?:-(\d{5}))?(\.damaged|\.pruned)?\.json(\.[0-9a-f]{8}\.partial)?", re.ASCII)
 
@@ -70,6 +73,21 @@ def spare(rank: int) -> str:
 def parse_spare(name: str) -> int | None:
     found = _SPARE.fullmatch(name)
     return int(found[1]) if found else None
+
+
+def label_partial(step: int, attempt: str) -> str:
+    """The directory of a label whose step is not committed yet."""
+    return f"label-{step:012d}-{attempt}{PARTIAL}"
+
+
+def is_label(name: str) -> bool:
+    """What tells, in a step's directory, which label it has."""
+    return name in (LABEL, LABEL + PARTIAL)
+
+
+def parse_label_partial(name: str) -> tuple[int, str] | None:
+    found = _LABEL.fullmatch(name)
+    return (int(found[1]), found[2]) if found else None
 
 
 def lock(rank: int) -> str:

@@ -30,6 +30,7 @@ from stillframe.format.records import (
     encode_manifest,
     encode_seal,
 )
+from stillframe.keeper import labels
 from stillframe.link.messages import Begin, Chunk
 from stillframe.model import BLOCK_BYTES, CHUNK_BYTES
 from stillframe.storage import durable
@@ -66,7 +67,7 @@ class Flush:
         self.is_counted = False
         """Another rank counts the seal."""
         self.is_promised = False
-        """It is sealed, and another rank may commit it: its files must stay."""
+        """It is committed, or sealed and another rank may commit it: its files must stay."""
         self.dir = catalog.dir(begin.step)
         self._catalog = catalog
         self._header = header
@@ -104,6 +105,8 @@ class Flush:
                 with durable.storage_errors(f"creating {self._partial_path}"), self._tidying:
                     if self._catalog.is_committed(self.begin.step):
                         raise ExistsError(f"step {self.begin.step} is already a checkpoint in {self.dir.parent}")
+                    if self.begin.label is not None:
+                        labels.check_free(self._catalog, self.begin.label)
                     file = self._file = self._create()
                     header = aligned_buffer(len(self._header))
                     header[: len(self._header)] = self._header
@@ -185,6 +188,9 @@ class Flush:
         with durable.storage_errors(f"sealing {self._segment_path}"):
             file.finish()
             durable.publish(self._partial_path, self._segment_path)
+            if self.begin.label is not None:
+                decides = not self.is_counted
+                labels.write(self._catalog, self.begin.step, self.draft.attempt, self.begin.label, decides)
             segment = Segment(
                 file=self._segment_path.name,
                 bytes=len(self._header) + self.begin.data_bytes,
@@ -221,6 +227,13 @@ class Flush:
         with durable.storage_errors(f"publishing the manifest of step {self.begin.step}"):
             durable.write_partial(partial, encode_manifest(manifest))
             durable.publish_new(partial, self._catalog.manifest_path(self.begin.step))
+        self.is_promised = True
+
+    def publish_label(self) -> None:
+        """After the commit, by the keeper that made it.  Blocks; raises."""
+        if self.begin.label is not None:
+            with durable.storage_errors(f"step {self.begin.step} is committed, but its label is not published"):
+                labels.publish(self._catalog, self.begin.step, self.draft.attempt, self.begin.label)
 
     def close(self) -> None:
         if self._file is not None:
@@ -239,6 +252,8 @@ class Flush:
                         durable.remove(each)
             with contextlib.suppress(OSError):
                 durable.remove(self.dir / names.manifest_partial(self.draft.attempt, self._catalog.rank))
+        if self.begin.label is not None:
+            labels.discard(self._catalog, self.begin.step, self.draft.attempt)
         with contextlib.suppress(OSError):
             durable.remove_dir(self.dir)
 

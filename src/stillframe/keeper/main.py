@@ -24,6 +24,7 @@ from stillframe import errors
 from stillframe.catalog import Catalog
 from stillframe.errors import StillframeError, StorageError
 from stillframe.format.records import Failure
+from stillframe.keeper import labels
 from stillframe.keeper.commit import COORDINATOR, Coordinator, Member, Terms
 from stillframe.keeper.flush import Fingerprint, Flush, read_draft, report_failure
 from stillframe.keeper.journal import Journal
@@ -114,6 +115,7 @@ class Keeper:
                 self._journal.begin()
                 if self._lock.is_held and (self._rank == 0 or self._catalog.rank is not None):
                     self._met_others = sweep(self._catalog, self._terms.attempt, "all" if self._is_alone else "partial")
+                    labels.finish(self._catalog, self._terms.attempt)
                     if self._catalog.rank is None:
                         remove_spares(self._catalog, self._terms.world_size)
 
@@ -223,12 +225,14 @@ class Keeper:
     def _settle(self, save: int, flush: Flush) -> None:
         """It is committed, or has failed: the end of it."""
         committed_s = None
+        if not flush.is_counted:
+            flush.attempt(flush.publish_label)
         if flush.error is not None:
             self._fail(save, flush)
         else:
             committed_s = time.monotonic()
             self._note("")
-            self._prune(flush.begin.step)
+            self._prune(flush.begin.step, flush.begin.label is not None)
             self._tell(messages.Committed(save, committed_s))  # only now: who has waited sees what the policy keeps
         flush.close()
         del self._flushes[save]
@@ -262,11 +266,14 @@ class Keeper:
                 self._pruner.tidy()
         return self._pruner.has_work
 
-    def _prune(self, step: int) -> None:
+    def _prune(self, step: int, has_label: bool) -> None:
         complete_step = None if self._catalog.rank is None else self._complete_step
         try:
             with self._tidying:
                 self._pruner.committed(step, complete_step)
+                if has_label and self._pruner.decides:
+                    for each in labels.abandoned(self._catalog):
+                        self._pruner.remove_checkpoint(each)
                 if self._met_others:
                     self._met_others = sweep(self._catalog, self._terms.attempt, "nothing")
         except (OSError, StillframeError) as error:

@@ -61,19 +61,19 @@ class Pruner:
     @property
     def has_work(self) -> bool:
         """Something is to go that has to wait for another rank."""
-        if self._decides:
+        if self.decides:
             return bool(self._left)
         return self._keep != Keep() and bool(self._own - self._keep.keeps(self._own))
 
     def tidy(self) -> None:
         """Remove what has waited for other ranks; raises ``OSError``."""
-        if self._decides:
+        if self.decides:
             self._remove_left()
         else:
             self._remove_own()
 
     @property
-    def _decides(self) -> bool:
+    def decides(self) -> bool:
         return self._rank == 0 or self._catalog.rank is not None
 
     def begun(self, step: int) -> None:
@@ -89,7 +89,7 @@ class Pruner:
         self._own.add(step)
         self._newest = step
         if self._keep != Keep():
-            if self._decides:
+            if self.decides:
                 self._prune(complete_step)
             else:
                 self._remove_own()
@@ -148,6 +148,8 @@ class Pruner:
 
     def _is_removable(self, name: str) -> bool:
         """What goes with a checkpoint: everything of it, or in a root that is not shared what is this rank's."""
+        if names.is_label(name):
+            return True
         file = names.parse_rank_file(name) or names.parse_manifest(name)
         is_everything = self._catalog.rank is None and isinstance(file, RankFile)
         return file is not None and (is_everything or file.rank == self._catalog.rank)
@@ -223,6 +225,9 @@ def sweep(catalog: Catalog, attempt: str, own: Literal["all", "partial", "nothin
             return False
         return True
 
+    def is_dead_label(name: str) -> bool:
+        return own != "nothing" and names.is_label(name)
+
     for step in catalog.step_dirs():
         path = catalog.dir(step)
         if catalog.is_committed_otherwise(step):
@@ -230,7 +235,7 @@ def sweep(catalog: Catalog, attempt: str, own: Literal["all", "partial", "nothin
         if catalog.is_committed(step):
             _remove_strangers(catalog, step, is_dead)
         elif not any(_is_verdict(name) for name in os.listdir(path)):
-            _remove_files(path, is_dead, durable.remove)
+            _remove_files(path, lambda name: is_dead(name) or is_dead_label(name), durable.remove)
     return bool(living)
 
 

@@ -12,6 +12,8 @@ from typing import Union
 
 import msgspec
 
+from stillframe.model import Label
+
 
 class _Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
     pass
@@ -41,6 +43,7 @@ class Begin(_Message, frozen=True):
     stage_begin_s: float | None = None
     updates: tuple[tuple[float, float], ...] = ()
     """Since the save before: when each update was about to begin, and how long its fence waited."""
+    label: Label | None = None
     complete_step: int = -1
     """In a root that is not shared: the newest step that every rank is known to have sealed."""
 

@@ -55,12 +55,12 @@ class Builder:
             keys = self.keys(node)
             found = [(key, self.build(item, (*path, key))) for key, item in zip(keys, node.items, strict=True)]
             items = [(key, item) for key, item in found if item is not None]
-            if self._only is not None and not items:
+            if self._only is not None and not items and (keys or not self._is_wanted(path)):
                 return None
             kind = OrderedDict if node.is_ordered else dict
             return lambda: kind((key, item()) for key, item in items)
         rows = [self.build(item, (*path, index)) for index, item in enumerate(node.items)]
-        if self._only is not None and not any(rows):
+        if self._only is not None and not any(rows) and (rows or not self._is_wanted(path)):
             return None
         made = tuple if isinstance(node, TupleNode) else list
         return lambda: made(None if row is None else row() for row in rows)

@@ -19,6 +19,7 @@ def load(
     *,
     only: str | Sequence[str] | None = None,
     rank: int = 0,
+    merge: bool = True,
 ) -> Any:
     """The state of a step (the newest if none is given), verified, on the CPU, with no live objects.
 
@@ -27,7 +28,7 @@ def load(
     item of a list that is not wanted comes back as ``None``.
 
     A checkpoint of several ranks comes back as one state: sharded tensors are assembled; of what each rank kept for
-    itself (a generator's state, a plain tensor) it is ``rank``'s.
+    itself (a generator's state, a plain tensor) it is ``rank``'s.  ``merge=False``: only what that rank saved.
 
     Blocks until everything is read.
     Raises: :class:`NotFoundError`, :class:`IntegrityError`, :class:`VersionError`.
@@ -36,7 +37,7 @@ def load(
     with Catalog(root).open(step) as checkpoint:
         if rank not in checkpoint.ranks:
             raise NotFoundError(f"step {checkpoint.step} has no rank {rank}; it was saved by {checkpoint.world_size}")
-        stored = Stored(checkpoint, rank, is_merged=True)
+        stored = Stored(checkpoint, rank, is_merged=merge)
         placement = Placement(stored)
         builder = Builder(stored, placement, patterns)
         later = builder.build(stored.tree)

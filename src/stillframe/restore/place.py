@@ -82,9 +82,10 @@ class Placement:
             memory = local.device, local.untyped_storage().data_ptr()
             self._taken.setdefault(memory, []).append((*byte_extent(local), _identity(node), name))
         for box in boxes_of(tensor):
-            self._add_box(node, box, box.of(local))
+            self.add_box(node, box, box.of(local))
 
-    def _add_box(self, node: StoredTensor, box: Box, into: torch.Tensor) -> None:
+    def add_box(self, node: StoredTensor, box: Box, into: torch.Tensor) -> None:
+        """A box of the stored tensor goes into this one, of its dtype and shape."""
         has_overlap = any(stride == 0 and size > 1 for stride, size in zip(into.stride(), into.shape, strict=True))
         if (isinstance(node, TensorNode) and node.view is not None) or has_overlap:
             whole = self.fresh(node)

@@ -9,6 +9,7 @@ written by hand, and ``load_state_dict``; ``Checkpointer.fence()`` is for those.
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import TracebackType
 from typing import Any
 
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -27,3 +28,15 @@ class OptimizerFence:
     def remove(self) -> None:
         """May be called again."""
         self._handle.remove()
+
+
+class Fence:
+    """What ``Checkpointer.fence`` returns, so that an update can stand inside ``with``; the wait is over."""
+
+    def __enter__(self) -> Fence:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        pass

@@ -23,6 +23,7 @@ from stillframe.format.values import Unencodable
 from stillframe.stage.copies import Target
 from stillframe.stage.device import DeviceTable
 from stillframe.stage.leaves import DTYPE_NAMES
+from stillframe.stage.part import Part
 from stillframe.stage.shares import cut_dimension, shares
 from stillframe.stage.sharing import Base
 from stillframe.stage.spread import Box, Spread, replicated, spread_of
@@ -91,6 +92,8 @@ def find_spreads(walk: Walk, paths: Sequence[Path], seat: Seat) -> dict[int, Spr
             spreads[index] = spread_of(tensor)
         except Unencodable as reason:
             raise UnsupportedStateError(refusal(reason, paths[index])) from None
+    for index, part in walk.parts.items():
+        spreads[index] = _given(index, part, seat)
     if seat.writes_once:
         replicas = _replicas(walk)
         for index, tensor in enumerate(walk.tensors):
@@ -98,6 +101,13 @@ def find_spreads(walk: Walk, paths: Sequence[Path], seat: Seat) -> dict[int, Spr
             if ranks is not None and not walk.is_volatile[index] and tensor.layout is torch.strided:
                 spreads[index] = replicated(tensor, ranks)
     return spreads
+
+
+def _given(index: int, part: Part, seat: Seat) -> Spread:
+    """A box by itself: who gave it answers for the others', so no team is checked, and none is tied to another."""
+    shape = tuple(part.tensor.shape)
+    boxes = () if 0 in shape else (Box(part.offset, shape, (0,) * len(shape)),)
+    return Spread(part.shape, boxes, (seat.rank,), (), f"part {index}")
 
 
 def _replicas(walk: Walk) -> dict[int, tuple[int, ...]]:

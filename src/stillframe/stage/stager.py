@@ -32,7 +32,7 @@ from stillframe.format.records import SealDraft
 from stillframe.link import messages
 from stillframe.link.arena import Arena
 from stillframe.link.process import KeeperProcess
-from stillframe.model import CHUNK_BYTES
+from stillframe.model import CHUNK_BYTES, Label
 from stillframe.stage.audit import Audit
 from stillframe.stage.device import Device, Ticket
 from stillframe.stage.keepers import Keepers
@@ -59,6 +59,7 @@ class Job:
     captured: dict[Device, torch.Tensor]
     marks: list[tuple[Device, Any]]
     audit: Audit | None
+    label: Label | None = None
     keeper: KeeperProcess | None = None
     tickets: list[tuple[Device, Ticket]] = field(default_factory=list)
     issued: threading.Event = field(default_factory=threading.Event)
@@ -99,6 +100,7 @@ class Stager:
         self._pending: deque[Job] = deque()
         self._updates: deque[tuple[float, float]] = deque(maxlen=_MAX_UPDATES)
         self._waits: deque[tuple[float, float]] = deque(maxlen=_MAX_UPDATES)
+        self._holds: set[threading.Event] = set()
         self._owner_pid = os.getpid()
         self._thread = threading.Thread(target=self._run, name="stillframe-stage", daemon=True)
         self._thread.start()
@@ -121,10 +123,10 @@ class Stager:
     def fence(self) -> None:
         """Blocks until compute queued from now on comes after the copies of every save requested so far."""
         began = time.monotonic()
+        has_waited = self._wait_for_holds()
         if not self._pending or os.getpid() != self._owner_pid:  # a forked child has no stager to wait for
-            self._updates.append((began, 0.0))
+            self._updates.append((began, time.monotonic() - began if has_waited else 0.0))
             return
-        has_waited = False
         for job in tuple(self._pending):
             has_waited = has_waited or not job.issued.is_set()
             job.issued.wait()
@@ -136,6 +138,24 @@ class Stager:
         waited_s = time.monotonic() - began
         (self._waits if has_waited else self._updates).append((began, waited_s))
         self._ledger.fenced(waited_s, has_waited)
+
+    def hold(self) -> Callable[[], None]:
+        """From now on fences wait, also for the saves requested meanwhile, until the function returned is called."""
+        released = threading.Event()
+        self._holds.add(released)
+
+        def release() -> None:
+            self._holds.discard(released)
+            released.set()
+
+        return release
+
+    def _wait_for_holds(self) -> bool:
+        """Whether there were any."""
+        holds = tuple(self._holds) if os.getpid() == self._owner_pid else ()
+        for each in holds:
+            each.wait()
+        return bool(holds)
 
     def take_updates(self) -> tuple[tuple[float, float], ...]:
         """The updates since this was last asked: when, and how long the fence waited; of those that did not wait, the
@@ -257,7 +277,7 @@ class Stager:
                     header_bytes=len(plan.header), draft_bytes=len(draft), data_bytes=plan.data_bytes,
                     layout=plan.layout, lazy=plan.lazy, returned_s=save.times.returned_s,
                     stage_begin_s=save.times.stage_begin_s, updates=self.take_updates(),
-                    complete_step=self._complete_step(),
+                    complete_step=self._complete_step(), label=job.label,
                 ),
                 fd,
             )  # fmt: skip

@@ -37,6 +37,7 @@ from stillframe.format.tree import (
 )
 from stillframe.format.values import Unencodable
 from stillframe.stage.leaves import PLAIN_TENSORS, array_as_tensor, byte_extent, check_tensor, is_array
+from stillframe.stage.part import Part
 from stillframe.stage.spread import dtensor_class, local_of
 from stillframe.stage.train_state import TrainState
 
@@ -58,6 +59,8 @@ class Walk:
         self.values: list[Any] = []
         self.dtensors: dict[int, Any] = {}
         """Those of the tensors that are this rank's part of a DTensor."""
+        self.parts: dict[int, Part] = {}
+        """Those of the tensors that were given as a box of one."""
         self.owners: list[torch.nn.Module | torch.optim.Optimizer] = []
         """The modules and optimizers met: they know which tensors other ranks hold, too."""
         self._dtensor = dtensor_class()
@@ -108,6 +111,12 @@ class Walk:
         self.tokens.append((_SHARDED, tensor.device_mesh, tensor.placements, tensor.shape))
         self.tensors.append(local)
         self.is_volatile.append(is_volatile)
+
+    def _part(self, part: Part) -> None:
+        self.parts[len(self.tensors)] = part
+        self.tokens.append((_SHARDED, part.shape, part.offset))
+        self.tensors.append(part.tensor)
+        self.is_volatile.append(self._is_volatile)
 
     def _is_part_of_parameter(self, local: torch.Tensor) -> bool:
         """The same for a DTensor's local part; all ranks must come to the same answer, also one that holds nothing."""
@@ -189,6 +198,8 @@ class Walk:
             self.is_volatile.append(True)
         elif kind is TrainState:
             self._train_state(node)
+        elif kind is Part:
+            self._part(node)
         elif is_stateful(node):
             self._object(node, kind)
         else:
@@ -232,6 +243,15 @@ class Walk:
         self._visit(node)
         self._depth -= 1
         self._is_volatile, self._module, self._parameters = before
+
+
+def storable(value: Any) -> bool:
+    """Whether a value can stand in a state: it comes back as it was."""
+    try:
+        Walk(value)
+    except UnsupportedStateError:
+        return False
+    return True
 
 
 def is_stateful(node: object) -> bool:

@@ -1,0 +1,170 @@
+"""Parts of tensors by hand, readers with a plan of their own, holds, labels, and steps that nobody numbers."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from stillframe import (
+    Catalog,
+    Checkpointer,
+    ConfigError,
+    ExistsError,
+    FormatError,
+    Label,
+    Part,
+    PartReader,
+    load,
+    storable,
+)
+
+WHOLE = torch.arange(60, dtype=torch.float32).view(6, 10)
+
+
+def save(root: Path, step: int = 1, **state: object) -> None:
+    with Checkpointer(root) as checkpointer:
+        checkpointer.save(step, state)
+
+
+def test_a_part_is_stored_where_it_lies_in_the_whole(tmp_path: Path) -> None:
+    save(tmp_path, w=Part(WHOLE[2:5, 3:9], WHOLE.shape, (2, 3)), n=7)
+    with PartReader(tmp_path) as reader:
+        w = reader.outline["w"]
+        assert (w.shape, w.device.type, reader.outline["n"]) == (WHOLE.shape, "meta", 7)
+        assert reader.boxes(w) == [((2, 3), (3, 6))]
+        into = torch.zeros(2, 4)
+        reader.want(w, (3, 4), into)
+        reader.read()
+    assert torch.equal(into, WHOLE[3:5, 4:8])
+
+
+def test_what_nobody_wrote_of_a_tensor_is_missed(tmp_path: Path) -> None:
+    save(tmp_path, w=Part(WHOLE[2:5], WHOLE.shape, (2, 0)))
+    with pytest.raises(FormatError, match="in no segment"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(("shape", "offset"), [((6, 10), (4, 0)), ((6, 10), (-1, 0)), ((6,), (0,)), ((2, 10), (0, 0))])
+def test_a_part_outside_of_its_whole_is_refused(shape: tuple[int, ...], offset: tuple[int, ...]) -> None:
+    with pytest.raises(ConfigError, match="does not lie within"):
+        Part(WHOLE[:3], shape, offset)
+
+
+def test_an_empty_part_holds_nothing(tmp_path: Path) -> None:
+    save(tmp_path, w=Part(WHOLE[:0], WHOLE.shape, (6, 0)), x=torch.ones(3))
+    assert torch.equal(load(tmp_path, only="x")["x"], torch.ones(3))
+
+
+def test_parts_move_from_save_to_save(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, {"w": Part(WHOLE[:3], WHOLE.shape, (0, 0))})
+        checkpointer.save(2, {"w": Part(WHOLE[:3], WHOLE.shape, (3, 0))})
+    for step, at in ((1, 0), (2, 3)):
+        with PartReader(tmp_path, step) as reader:
+            assert reader.boxes(reader.outline["w"]) == [((at, 0), (3, 10))]
+
+
+def test_a_reader_knows_only_its_own_tensors(tmp_path: Path) -> None:
+    save(tmp_path, w=WHOLE, a=[1, (2, {"x": WHOLE.clone()})])
+    with PartReader(tmp_path) as reader:
+        assert reader.outline["a"][0] == 1
+        assert reader.outline["a"][1][1]["x"].shape == WHOLE.shape
+        with pytest.raises(ConfigError, match="no tensor of this reader"):
+            reader.boxes(WHOLE)
+        with pytest.raises(ConfigError, match="not as"):
+            reader.want(reader.outline["w"], (0, 0), torch.zeros(6, 10, dtype=torch.float64))
+
+
+def test_a_hold_keeps_updates_back_until_it_is_released(tmp_path: Path) -> None:
+    weight = torch.nn.Parameter(torch.zeros(1000))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    weight.grad = torch.ones(1000)
+    with Checkpointer(tmp_path) as checkpointer:
+        release = checkpointer.hold()
+
+        def later() -> None:
+            time.sleep(0.3)
+            checkpointer.save(1, {"w": weight})
+            release()
+
+        thread = threading.Thread(target=later)
+        thread.start()
+        optimizer.step()
+        thread.join()
+        checkpointer.wait()
+    assert torch.equal(load(tmp_path)["w"], torch.zeros(1000))
+    assert torch.equal(weight.detach(), -torch.ones(1000))
+
+
+def test_the_next_step_comes_after_everything_in_the_root(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path) as checkpointer:
+        assert checkpointer.next_step() == 0
+        checkpointer.save(41, {"n": 1})
+        assert checkpointer.next_step() == 42
+    with Checkpointer(tmp_path) as checkpointer:
+        assert checkpointer.next_step() == 42
+
+
+def test_a_label_appears_with_the_checkpoint_and_not_before(tmp_path: Path) -> None:
+    label = Label("best", ("a.pt", "b.pt"), b"look in step 5", is_latest=True)
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(5, {"w": WHOLE}, label=label).wait()
+        assert sorted(path.name for path in (tmp_path / "best").iterdir()) == ["a.pt", "b.pt"]
+        assert (tmp_path / "best" / "b.pt").read_bytes() == b"look in step 5"
+        assert (tmp_path / "latest").read_text() == "best"
+        with pytest.raises(ExistsError, match="best"):
+            checkpointer.save(6, {"w": WHOLE}, label=label).wait()
+        checkpointer.save(7, {"w": WHOLE}, label=Label("other"))
+        checkpointer.wait()
+        assert (tmp_path / "latest").read_text() == "best"
+    assert Catalog(tmp_path).steps() == [5, 7]
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def test_removing_a_label_lets_its_checkpoint_go(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, {"w": WHOLE}, label=Label(f"tag{step}", ("x",)))
+        checkpointer.save(3, {"w": WHOLE})
+        checkpointer.wait()
+        (tmp_path / "tag1" / "x").unlink()
+        (tmp_path / "tag1").rmdir()
+        checkpointer.save(4, {"w": WHOLE}, label=Label("tag4"))
+    assert Catalog(tmp_path).steps() == [2, 3, 4]
+
+
+def test_a_label_of_a_run_that_died_right_after_its_commit_is_published_by_the_next(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(5, {"w": WHOLE}, label=Label("best", ("a.pt",), b"5", is_latest=True)).wait()
+    attempt = Catalog(tmp_path).open(5).manifest.attempt
+    (tmp_path / "best").rename(tmp_path / f"label-000000000005-{attempt}.partial")  # as just before its last rename
+    (tmp_path / "latest").unlink()
+    (tmp_path / "label-000000000009-0123abcd.partial").mkdir()  # of a step that was never committed
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(6, {"w": WHOLE}, label=Label("next"))
+    assert (tmp_path / "best" / "a.pt").read_bytes() == b"5"
+    assert (tmp_path / "latest").read_text() == "best"
+    assert Catalog(tmp_path).steps() == [5, 6]
+    assert not list(tmp_path.glob("*.partial"))
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "..", ".x", "step-000000000001", "latest", "events", "rank-00000.lock", 5])
+def test_a_label_is_a_plain_name(name: object) -> None:
+    with pytest.raises(ConfigError, match="cannot be a label"):
+        Label(name)  # type: ignore[arg-type]
+
+
+def test_storable() -> None:
+    assert storable({"a": [1, (2.5, torch.ones(2))], "b": torch.float32})
+    assert not storable({"a": object()})
+    assert not storable(lambda: 1)
+
+
+def test_only_takes_empty_dicts_and_lists_too(tmp_path: Path) -> None:
+    save(tmp_path, a={"x": {}, "y": [], "z": 1}, b={})
+    assert load(tmp_path, only="a") == {"a": {"x": {}, "y": [], "z": 1}}
+    assert load(tmp_path, only="a/x") == {"a": {"x": {}}}

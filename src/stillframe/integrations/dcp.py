@@ -1,0 +1,368 @@
+"""torch.distributed.checkpoint on stillframe's storage::
+
+    dcp.save(state_dict, storage_writer=Writer("runs/7b"))
+    dcp.load(state_dict, storage_reader=Reader("runs/7b"))
+
+    writer = Writer("runs/7b")
+    dcp.async_save(state_dict, storage_writer=writer, async_stager=Stager(writer))   # returns at once
+
+What is written is an ordinary checkpoint: the ``stillframe`` command, :func:`stillframe.load` and
+``Checkpointer.restore`` read it, and :class:`Reader` reads any that a ``Checkpointer`` wrote.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import os
+import threading
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint import _nested_dict
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+
+from stillframe import Part, PartReader, Save, register_leaf
+from stillframe.errors import ConfigError, StateError, UnsupportedStateError
+from stillframe.integrations.runs import Run, open_run
+from stillframe.integrations.still import Still
+
+_PathLike = str | os.PathLike[str]
+
+
+class Opaque:
+    """Bytes that a planner of its own made of something: only such a planner gets them back."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+
+
+register_leaf(
+    Opaque,
+    "dcp.bytes",
+    lambda opaque: torch.frombuffer(bytearray(opaque.data or b"\0"), dtype=torch.uint8)[: len(opaque.data)],
+    lambda tensor: Opaque(tensor.numpy().tobytes()),
+)
+
+
+class Writer(StorageWriter):
+    """Writes to the stillframe root ``path``: each save is its next step, or ``step``.
+
+    A save has succeeded when it is a checkpoint: every rank's bytes durable, the manifest published.  What pickle alone
+    could hold is refused, with its path.  Ranks of a process group that is not all of them are refused, too.
+    """
+
+    def __init__(self, path: _PathLike, *, step: int | None = None) -> None:
+        super().__init__()
+        self.path = os.path.abspath(os.fspath(path))
+        self.step = step
+        self._save: Save | None = None
+        self._staging: _Staging | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"path": self.path, "step": self.step, "_save": None, "_staging": None}
+
+    @property
+    def checkpoint_id(self) -> str:
+        return self.path
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: _PathLike) -> bool:
+        return "://" not in os.fspath(checkpoint_id)
+
+    def reset(self, checkpoint_id: _PathLike | None = None) -> None:
+        if checkpoint_id is not None:
+            self.path = os.path.abspath(os.fspath(checkpoint_id))
+
+    def storage_meta(self) -> StorageMeta:
+        return StorageMeta(checkpoint_id=self.path)
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        if not kwargs.get("use_collectives", True):
+            raise ConfigError("use_collectives=False: a stillframe checkpoint is one of all ranks; leave it out")
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+        if len(plans) not in (1, world_size):
+            raise ConfigError(
+                f"process_group: {len(plans)} of {world_size} ranks; save with a group of all ranks, or no_dist=True"
+            )
+        # Kept by plan caching, and still right then: who this rank is does not change.
+        return [dataclasses.replace(plan, storage_data=(rank, len(plans))) for rank, plan in enumerate(plans)]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
+        staging, self._staging = self._staging, None
+        try:
+            run = open_run(self.path, *plan.storage_data)
+            if staging is not None and staging.run is not run:
+                raise ConfigError("a lazy save goes where its Stager's Writer does: give no checkpoint_id, no no_dist")
+            self._save = run.checkpointer.save(run.take_step(self.step), _state(plan, planner))
+        except BaseException as error:
+            if staging is not None:
+                staging.failed(error)
+            raise
+        if staging is not None:
+            staging.requested(self._save)
+        self._save.wait("sealed")
+        written: torch.futures.Future[list[WriteResult]] = torch.futures.Future()
+        written.set_result([WriteResult(item.index, item.tensor_storage_size() or 0, None) for item in plan.items])
+        return written
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        assert self._save is not None
+        self._save.wait("committed")
+
+
+class Stager:
+    """The lazy way through ``dcp.async_save``, in its default mode (a thread): nothing is copied before it returns.
+
+    The state is copied while training goes on; every optimizer's update waits for that.  ``staging_completion`` is the
+    end of the copy, ``upload_completion`` the commit; both tell of failure.  What no live parameter or optimizer owns,
+    buffers for one, is copied at once.
+
+    A save that comes before the one before is committed waits for it, in its own thread (DCP's planning is a
+    collective), and with it the next update: save less often, or wait for ``upload_completion`` where it suits.
+    """
+
+    _synchronize_after_execute = False
+
+    def __init__(self, writer: Writer) -> None:
+        self._writer = writer
+        self._still = Still()
+        self._previous: _Staging | None = None
+
+    @property
+    def should_synchronize_after_execute(self) -> bool:
+        return False
+
+    def stage(self, state_dict: dict[str, Any]) -> Future[dict[str, Any]]:
+        is_joined = dist.is_available() and dist.is_initialized()
+        seat = (dist.get_rank(), dist.get_world_size()) if is_joined else (0, 1)
+        run = open_run(self._writer.path, *seat)
+        run.checkpointer.fence()
+        staging = _Staging(run, _Live(self._still.state(state_dict)), self._writer, self._previous)
+        self._previous = staging
+        return staging
+
+    def synchronize_staging(self) -> None:
+        """Nothing to do: the fence synchronizes."""
+
+    def close(self) -> None:
+        """Nothing to do: the copies are the run's."""
+
+
+class _Live(dict[str, Any]):
+    """A state dict of live memory."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ConfigError(
+            "stillframe's Stager hands over live memory, which cannot go to another process: use "
+            "AsyncCheckpointerType.THREAD, or one of DCP's own stagers"
+        )
+
+
+class _Staging(Future[dict[str, Any]]):
+    """Done when everything is copied; but ``result`` gives the state from the beginning, since it stands still.
+
+    DCP's thread takes the result before it plans, and plans before anything can be copied.  If that fails, no method
+    of ours is called: only the end of the thread tells, and must, or the next update would wait forever.
+    """
+
+    _of_thread = threading.local()
+
+    def __init__(self, run: Run, live: dict[str, Any], writer: Writer, previous: _Staging | None) -> None:
+        super().__init__()
+        self.run = run
+        self._live = live
+        self._writer = writer
+        self._previous = previous
+        self._ended = threading.Event()
+        self._release = run.checkpointer.hold()
+
+    def result(self, timeout: float | None = None) -> dict[str, Any]:
+        if super().done():
+            return super().result(timeout)
+        self._of_thread.end = _End(self)
+        if self._previous is not None:
+            self._previous._ended.wait()
+            self._previous = None
+        self._writer._staging = self
+        return self._live
+
+    def done(self) -> bool:
+        """Never: DCP takes a future that is done for one that succeeded.  Its callbacks are called in any case."""
+        return False
+
+    def requested(self, save: Save) -> None:
+        self._release()  # from here on the fence knows of the save itself
+        try:
+            save.wait("staged")
+        except BaseException as error:
+            self.failed(error)
+            raise
+        self.set_result({})
+
+    def ended(self) -> None:
+        self.failed(StateError("it ended before anything was copied; upload_completion says why"))
+        self._ended.set()
+
+    def failed(self, error: BaseException) -> None:
+        self._release()
+        if not super().done():
+            self.set_exception(error)
+
+
+class _End:
+    """Held by a thread, so that it goes when the thread does."""
+
+    def __init__(self, staging: _Staging) -> None:
+        self._staging = staging
+
+    def __del__(self) -> None:
+        self._staging.ended()
+
+
+class Reader(StorageReader):
+    """Reads a step (the newest if none is given) of the stillframe root ``path``, every byte verified.
+
+    Written by :class:`Writer` or by a ``Checkpointer``, by any number of ranks: names are those that DCP gives to a
+    nested state (``model.layers.0.weight``).
+    """
+
+    def __init__(self, path: _PathLike, *, step: int | None = None) -> None:
+        super().__init__()
+        self.path = os.path.abspath(os.fspath(path))
+        self.step = step
+        self._reader: PartReader | None = None
+        self._flat: dict[str, Any] = {}
+
+    @property
+    def checkpoint_id(self) -> str:
+        return self.path
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: _PathLike) -> bool:
+        return Writer.validate_checkpoint_id(checkpoint_id)
+
+    def reset(self, checkpoint_id: _PathLike | None = None) -> None:
+        if checkpoint_id is not None:
+            self.path = os.path.abspath(os.fspath(checkpoint_id))
+
+    def read_metadata(self) -> Metadata:
+        if os.path.exists(os.path.join(self.path, ".metadata")):
+            raise ConfigError(
+                f"{self.path} was written by DCP itself: read it with FileSystemReader, or convert it once with "
+                "`stillframe import`"
+            )
+        rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        self._reader = PartReader(self.path, self.step, rank=rank)
+        outline = self._reader.outline
+        self._flat, paths = _nested_dict.flatten_state_dict(outline if isinstance(outline, dict) else {"": outline})
+        return Metadata({name: self._described(value) for name, value in self._flat.items()}, planner_data=paths)
+
+    def _described(self, value: Any) -> TensorStorageMetadata | BytesStorageMetadata:
+        if not isinstance(value, torch.Tensor):
+            return BytesStorageMetadata()
+        assert self._reader is not None
+        chunks = [ChunkStorageMetadata(torch.Size(at), torch.Size(shape)) for at, shape in self._reader.boxes(value)]
+        return TensorStorageMetadata(TensorProperties(dtype=value.dtype), value.shape, chunks)
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> torch.futures.Future[None]:
+        assert self._reader is not None
+        with self._reader as reader:
+            tensors: list[tuple[ReadItem, torch.Tensor, torch.Tensor]] = []
+            for item in plan.items:
+                value = self._flat[item.storage_index.fqn]
+                if item.type is LoadItemType.BYTE_IO:
+                    planner.load_bytes(item, _as_bytes(item.storage_index.fqn, value, planner))
+                    continue
+                target = planner.resolve_tensor(item).detach()
+                into = target if target.dtype == value.dtype else torch.empty_like(target, dtype=value.dtype)
+                chunk = item.storage_index.offset or (0,) * value.dim()
+                reader.want(value, [a + b for a, b in zip(chunk, item.storage_offsets, strict=True)], into)
+                tensors.append((item, target, into))
+            reader.read()
+            for item, target, into in tensors:
+                if into is not target:
+                    target.copy_(into)
+                planner.commit_tensor(item, target)
+        done: torch.futures.Future[None] = torch.futures.Future()
+        done.set_result(None)
+        return done
+
+
+def _state(plan: SavePlan, planner: SavePlanner) -> dict[str, Any]:
+    """What this rank writes, nested as it was before DCP gave every leaf a name of its own."""
+    flat: dict[str, Any] = {}
+    for item in plan.items:
+        name = item.index.fqn
+        if name in flat:
+            raise UnsupportedStateError(f"{name!r} lies on one rank in several pieces: give it as a DTensor")
+        flat[name] = _bytes(item, planner) if item.type is WriteItemType.BYTE_IO else _tensor(item, planner)
+    paths = plan.planner_data if isinstance(plan.planner_data, dict) else {}
+    return dict(_nested_dict.unflatten_state_dict(flat, {name: paths.get(name, (name,)) for name in flat}))
+
+
+def _tensor(item: WriteItem, planner: SavePlanner) -> torch.Tensor | Part:
+    tensor = planner.resolve_data(item)
+    assert isinstance(tensor, torch.Tensor)
+    assert item.tensor_data is not None
+    tensor, whole, chunk = tensor.detach(), item.tensor_data.size, item.tensor_data.chunk
+    return tensor if tuple(tensor.shape) == tuple(whole) else Part(tensor, whole, chunk.offsets)
+
+
+def _bytes(item: WriteItem, planner: SavePlanner) -> Any:
+    """The value itself where the planner would only pickle it; else what the planner made of it."""
+    own = DefaultSavePlanner.resolve_data, DefaultSavePlanner.transform_object
+    if isinstance(planner, DefaultSavePlanner) and (type(planner).resolve_data, type(planner).transform_object) == own:
+        return planner.lookup_object(item.index)
+    data = planner.resolve_data(item)
+    assert isinstance(data, io.BytesIO)
+    return Opaque(data.getvalue())
+
+
+def _as_bytes(name: str, value: Any, planner: LoadPlanner) -> io.BytesIO:
+    if isinstance(value, Opaque):
+        if type(planner).load_bytes is DefaultLoadPlanner.load_bytes:
+            raise UnsupportedStateError(
+                f"{name!r} holds bytes that a planner of its own wrote: load it with the planner that understands them "
+                "(DCP's default one would unpickle them)"
+            )
+        return io.BytesIO(value.data)
+    data = io.BytesIO()
+    torch.save(value, data)
+    data.seek(0)
+    return data

@@ -1,0 +1,156 @@
+"""A state dict that stands still until the next update: live memory where that is safe, copies where it is not.
+
+A state dict does not say which of its tensors are buffers, which change in forward.  So memory counts as still only if
+a live parameter or a live optimizer owns it: that changes in the update, which the fence holds back.  All else is
+copied at once.
+"""
+
+from __future__ import annotations
+
+import bisect
+import copy
+import gc
+import weakref
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+
+_Path = tuple[Any, ...]
+_OWNERS = (torch.nn.Module, torch.optim.Optimizer)
+
+
+class Still:
+    """Makes states stand still, one after another.
+
+    Copies are kept and written over by the next state's, so that it lies in the same memory: call :meth:`state` only
+    when the state before has been copied away.
+    """
+
+    def __init__(self) -> None:
+        self._owners: list[weakref.ref[Any]] = []
+        self._strange: set[_Path] | None = None
+        """Where no owner was found when all objects were last searched."""
+        self._copies: dict[_Path, torch.Tensor] = {}
+
+    def state(self, state: Any, leaf: Callable[[_Path, Any], Any] = lambda _path, value: copy.deepcopy(value)) -> Any:
+        """The same nesting of dicts, lists and tuples, with everything in it safe until the next update.
+
+        ``leaf`` gives what stands for anything else than these and tensors, by its path.
+        """
+        tensors = dict(_tensors(state, ()))
+        strange = self._without_owner(tensors)
+        if self._strange is None or not strange <= self._strange:
+            self._owners = [weakref.ref(each) for each in _living(_OWNERS)]
+            strange = self._strange = self._without_owner(tensors)
+        copies: dict[_Path, torch.Tensor] = {}
+        tied: dict[Any, torch.Tensor] = {}
+        with torch.no_grad():
+            for path in strange:
+                tensor = tensors[path]
+                key = (*_memory(tensor), tensor.shape, tensor.dtype)
+                if key not in tied:
+                    tied[key] = _copied(tensor, self._copies.get(path))
+                copies[path] = tied[key]
+        self._copies = copies
+        return _rebuilt(state, (), copies, leaf)
+
+    def _without_owner(self, tensors: dict[_Path, torch.Tensor]) -> set[_Path]:
+        owned = _Owned(self._owned())
+        return {path for path, tensor in tensors.items() if tensor.numel() and not owned.covers(tensor)}
+
+    def _owned(self) -> Iterator[torch.Tensor]:
+        for reference in self._owners:
+            owner = reference()
+            if isinstance(owner, torch.nn.Module):
+                yield from (each for each in owner._parameters.values() if each is not None)
+            elif owner is not None:
+                for group in owner.param_groups:
+                    yield from group["params"]
+                for parameter, state in owner.state.items():
+                    each_state = state.values() if isinstance(state, dict) else ()
+                    yield from (each for each in (parameter, *each_state) if isinstance(each, torch.Tensor))
+
+
+class _Owned:
+    """The memory of some tensors."""
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        found: dict[torch.device, set[tuple[int, int]]] = defaultdict(set)
+        for tensor in tensors:
+            device, start, end = _memory(tensor)
+            found[device].add((start, end))
+        self._extents = {device: sorted(extents) for device, extents in found.items()}
+        self._reach: dict[torch.device, list[int]] = {}
+        """How far what starts there or before reaches."""
+        for device, extents in self._extents.items():
+            reach = 0
+            self._reach[device] = [reach := max(reach, end) for _, end in extents]
+
+    def covers(self, tensor: torch.Tensor) -> bool:
+        """Whether one of them covers it."""
+        device, start, end = _memory(tensor)
+        at = bisect.bisect_right(self._extents.get(device, []), start, key=lambda extent: extent[0])
+        return at > 0 and end <= self._reach[device][at - 1]
+
+
+def _living(kinds: tuple[type, ...]) -> list[Any]:
+    """Every live object of these kinds.  Looks at types only, so that no object's own code runs."""
+    known: dict[type, bool] = {}
+    found = []
+    for each in gc.get_objects():
+        kind = type(each)
+        is_one = known.get(kind)
+        if is_one is None:
+            is_one = known[kind] = issubclass(kind, kinds)
+        if is_one:
+            found.append(each)
+    return found
+
+
+def _memory(tensor: torch.Tensor) -> tuple[torch.device, int, int]:
+    """Device, first and last address; of a DTensor this rank's part."""
+    local = getattr(tensor, "_local_tensor", tensor)
+    if local.layout is not torch.strided or not local.numel():
+        return local.device, 0, 0
+    start = local.data_ptr()
+    items = 1 + sum((size - 1) * stride for size, stride in zip(local.shape, local.stride(), strict=True))
+    return local.device, start, start + items * local.element_size()
+
+
+def _copied(tensor: torch.Tensor, into: torch.Tensor | None) -> torch.Tensor:
+    is_alike = (
+        into is not None
+        and type(into) is type(tensor.detach())
+        and (into.shape, into.dtype, into.device) == (tensor.shape, tensor.dtype, tensor.device)
+        and getattr(into, "placements", None) == getattr(tensor, "placements", None)
+        and getattr(into, "device_mesh", None) == getattr(tensor, "device_mesh", None)
+    )
+    return into.copy_(tensor) if is_alike and into is not None else tensor.detach().clone()
+
+
+def _tensors(node: Any, path: _Path) -> Iterator[tuple[_Path, torch.Tensor]]:
+    if isinstance(node, torch.Tensor):
+        yield path, node
+    else:
+        for key, item in _items(node):
+            yield from _tensors(item, (*path, key))
+
+
+def _rebuilt(node: Any, path: _Path, copies: dict[_Path, torch.Tensor], leaf: Callable[[_Path, Any], Any]) -> Any:
+    if isinstance(node, torch.Tensor):
+        return copies.get(path, node)
+    kind = type(node)
+    if kind in (dict, OrderedDict):
+        return kind((key, _rebuilt(item, (*path, key), copies, leaf)) for key, item in node.items())
+    if kind in (list, tuple):
+        return kind(_rebuilt(item, (*path, at), copies, leaf) for at, item in enumerate(node))
+    return leaf(path, node)
+
+
+def _items(node: Any) -> Iterable[tuple[Any, Any]]:
+    if type(node) in (dict, OrderedDict):
+        items: Iterable[tuple[Any, Any]] = node.items()
+        return items
+    return enumerate(node) if type(node) in (list, tuple) else ()

@@ -1,0 +1,205 @@
+"""torch.distributed.checkpoint as a client, in one process: planners, bytes, laziness, bad input."""
+
+from __future__ import annotations
+
+import importlib
+import io
+import os
+import pickle
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import stillframe
+from stillframe.integrations.dcp import Reader, Stager, Writer
+
+dcp: Any = importlib.import_module("torch.distributed.checkpoint")
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore::FutureWarning")
+
+
+def trained() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    model = torch.nn.Sequential(torch.nn.Linear(30, 30), torch.nn.BatchNorm1d(30))
+    optimizer = torch.optim.AdamW(model.parameters())
+    update(model, optimizer)
+    return model, optimizer
+
+
+def update(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.randn(4, 30)).sum().backward()
+    optimizer.step()
+
+
+def fails(work: Any, *parts: str) -> None:
+    with pytest.raises((dcp.CheckpointException, stillframe.StillframeError)) as caught:
+        work()
+    for part in parts:
+        assert part in str(caught.value)
+
+
+def test_what_dcp_writes_is_an_ordinary_checkpoint(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    state: dict[str, Any] = {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "epoch": 3,
+        "names": ["a", "b"],
+    }
+    dcp.save(state, storage_writer=Writer(tmp_path))
+    found = stillframe.load(tmp_path)
+    assert (found["epoch"], found["names"]) == (3, ["a", "b"])
+    assert torch.equal(found["model"]["0.weight"], state["model"]["0.weight"])
+    assert torch.equal(found["optimizer"]["state"]["0"]["exp_avg"], state["optimizer"]["state"][0]["exp_avg"])
+
+
+def test_a_live_model_and_optimizer_go_in_and_come_back(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=tmp_path, storage_writer=Writer("elsewhere"))
+    other, its = trained()
+    dcp.load({"model": other, "optimizer": its}, storage_reader=Reader(tmp_path))
+    for one, two in zip(model.state_dict().values(), other.state_dict().values(), strict=True):
+        assert torch.equal(one, two)
+    assert torch.equal(optimizer.state_dict()["state"][0]["exp_avg"], its.state_dict()["state"][0]["exp_avg"])
+    assert not Path("elsewhere").exists()
+
+
+def test_a_planner_that_renames_and_one_that_writes_bytes_of_its_own(tmp_path: Path) -> None:
+    class Renaming(dcp.DefaultSavePlanner):  # type: ignore[misc]
+        def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
+            super().set_up_planner(
+                {f"my_{key}": value for key, value in state_dict.items()}, storage_meta, is_coordinator
+            )
+
+        def transform_object(self, write_item: Any, object: Any) -> Any:
+            return object if isinstance(object, torch.Tensor) else io.BytesIO(f"<{object}>".encode())
+
+    class Reading(dcp.DefaultLoadPlanner):  # type: ignore[misc]
+        def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
+            self.original_state_dict[read_item.dest_index.fqn] = value.read().decode()
+
+    dcp.save({"w": torch.arange(5), "n": 7}, storage_writer=Writer(tmp_path), planner=Renaming())
+    state: dict[str, Any] = {"my_w": torch.zeros(5, dtype=torch.long), "my_n": ""}
+    dcp.load(state, storage_reader=Reader(tmp_path), planner=Reading())
+    assert state["my_n"] == "<7>"
+    assert torch.equal(state["my_w"], torch.arange(5))
+    fails(lambda: dcp.load(dict(state), storage_reader=Reader(tmp_path)), "my_n", "planner of its own")
+
+
+def test_a_tensor_is_cast_as_dcp_casts(tmp_path: Path) -> None:
+    dcp.save({"w": torch.arange(5.0)}, storage_writer=Writer(tmp_path))
+    state = {"w": torch.zeros(5, dtype=torch.float64)}
+    dcp.load(state, storage_reader=Reader(tmp_path))
+    assert torch.equal(state["w"], torch.arange(5.0, dtype=torch.float64))
+
+
+def test_steps_are_numbered_or_named(tmp_path: Path) -> None:
+    for step in (None, None, 40, None):
+        dcp.save({"n": step}, storage_writer=Writer(tmp_path, step=step))
+    assert stillframe.Catalog(tmp_path).steps() == [0, 1, 40, 41]
+    state = {"n": 0}
+    dcp.load(state, storage_reader=Reader(tmp_path, step=40))
+    assert state["n"] == 40
+    fails(lambda: dcp.save({"n": 1}, storage_writer=Writer(tmp_path, step=40)), "step 40 is already a checkpoint")
+
+
+def test_a_lazy_save_returns_at_once_and_holds_back_the_update_only(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    writer = Writer(tmp_path)
+    stager = Stager(writer)
+    for step in range(4):
+        expected = {name: each.clone() for name, each in model.state_dict().items()}
+        values = [step]
+        response = dcp.async_save({"model": model, "values": values}, storage_writer=writer, async_stager=stager)
+        values.append(9)
+        update(model, optimizer)
+        assert response.staging_completion.result(20) is None
+        response.upload_completion.result(20)
+        found = stillframe.load(tmp_path, step)
+        assert found["values"] == [step]
+        for name, each in expected.items():
+            assert torch.equal(found["model"][name], each), (step, name)
+
+
+def test_lazy_saves_that_overtake_one_another_are_all_made(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    writer = Writer(tmp_path)
+    stager = Stager(writer)
+    responses, expected = [], []
+    for _ in range(5):
+        expected.append(model.state_dict()["0.weight"].clone())
+        responses.append(dcp.async_save({"model": model}, storage_writer=writer, async_stager=stager))
+        update(model, optimizer)
+    for step, response in enumerate(responses):
+        response.upload_completion.result(20)
+        assert torch.equal(stillframe.load(tmp_path, step)["model"]["0.weight"], expected[step])
+
+
+def test_a_lazy_save_that_cannot_be_planned_says_so_and_training_goes_on(tmp_path: Path) -> None:
+    class Broken(dcp.DefaultSavePlanner):  # type: ignore[misc]
+        def create_local_plan(self) -> Any:
+            time.sleep(0.2)
+            raise RuntimeError("no plan")
+
+    model, optimizer = trained()
+    writer = Writer(tmp_path)
+    stager = Stager(writer)
+    response = dcp.async_save({"model": model}, storage_writer=writer, async_stager=stager, planner=Broken())
+    update(model, optimizer)  # waits for the plan that never comes, and no longer
+    assert "upload_completion says why" in str(response.staging_completion.exception(20))
+    assert "no plan" in str(response.upload_completion.exception(20))
+    response = dcp.async_save({"model": model}, storage_writer=writer, async_stager=stager)
+    response.upload_completion.result(20)
+    assert stillframe.Catalog(tmp_path).steps() == [0]
+
+
+def test_a_lazy_save_of_what_cannot_be_stored_says_so_in_both_futures(tmp_path: Path) -> None:
+    writer = Writer(tmp_path)
+    stager = Stager(writer)
+    response = dcp.async_save({"odd": {"x": Odd()}}, storage_writer=writer, async_stager=stager)
+    for future in (response.staging_completion, response.upload_completion):
+        assert "odd/x" in str(future.exception(20))
+
+
+class Odd:
+    pass
+
+
+def test_live_memory_does_not_go_to_another_process(tmp_path: Path) -> None:
+    writer = Writer(tmp_path)
+    staged = Stager(writer).stage({"w": torch.ones(3)})
+    with pytest.raises(stillframe.ConfigError, match=r"AsyncCheckpointerType\.THREAD"):
+        pickle.dumps(staged.result())
+    staged.ended()  # type: ignore[attr-defined]
+
+
+def test_a_writer_can_be_sent_to_another_process(tmp_path: Path) -> None:
+    writer = Writer(tmp_path, step=5)
+    dcp.save({"n": 1}, storage_writer=writer)
+    other = pickle.loads(pickle.dumps(writer))
+    assert (other.path, other.step) == (writer.path, 5)
+
+
+@pytest.mark.parametrize("what", ["nothing", "dcp", "truncated", "other step"])
+def test_what_cannot_be_read_says_what_it_is(tmp_path: Path, what: str) -> None:
+    state = {"w": torch.arange(3000.0)}
+    expected: tuple[str, ...]
+    if what == "dcp":
+        dcp.save(state, checkpoint_id=tmp_path)
+        expected = "written by DCP itself", "stillframe import"
+    elif what == "nothing":
+        expected = ("there is no checkpoint",)
+    else:
+        dcp.save(state, storage_writer=Writer(tmp_path))
+        expected = ("step 7 is not a checkpoint", "nearest is step 0")
+    if what == "truncated":
+        segment = next(tmp_path.rglob("*.safetensors"))
+        os.truncate(segment, segment.stat().st_size - 100)
+        expected = ("bytes instead of",)
+    reader = Reader(tmp_path, step=7 if what == "other step" else None)
+    fails(lambda: dcp.load({"w": torch.zeros(3000)}, storage_reader=reader), *expected)
+
+
+def test_ranks_save_together_or_not_at_all(tmp_path: Path) -> None:
+    fails(lambda: dcp.save({"n": 1}, storage_writer=Writer(tmp_path), use_collectives=False), "use_collectives=False")

@@ -1,0 +1,72 @@
+"""A state dict that stands still: live memory where an update alone changes it, copies of the rest."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from stillframe.integrations.still import Still
+
+
+def made() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.randn(3, 4)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def test_parameters_and_optimizer_state_stay_and_buffers_are_copied() -> None:
+    model, optimizer = made()
+    state: dict[str, Any] = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "loose": torch.ones(3)}
+    still = Still().state(state)
+    weight, buffer = "0.weight", "1.running_mean"
+    assert still["model"][weight].data_ptr() == state["model"][weight].data_ptr()
+    assert still["model"][buffer].data_ptr() != state["model"][buffer].data_ptr()
+    assert torch.equal(still["model"][buffer], state["model"][buffer])
+    assert still["optimizer"]["state"][0]["exp_avg"] is state["optimizer"]["state"][0]["exp_avg"]
+    assert still["loose"] is not state["loose"]
+
+
+def test_a_part_of_a_flat_parameter_stays() -> None:
+    flat = torch.zeros(100)
+    optimizer = torch.optim.SGD([flat[10:60]], lr=1.0)
+    state = {"in": flat[20:40], "across": flat[50:70], "before": flat[:5]}
+    still = Still().state(state)
+    assert still["in"] is state["in"]
+    assert still["across"] is not state["across"]
+    assert still["before"] is not state["before"]
+    del optimizer
+
+
+def test_a_parameter_that_became_a_buffer_is_copied() -> None:
+    """Even at the same path and in the same memory."""
+    memory = torch.zeros(50)
+    model = torch.nn.Module()
+    model.weight = torch.nn.Parameter(memory)
+    still = Still()
+    assert still.state(model.state_dict())["weight"].data_ptr() == memory.data_ptr()
+    del model.weight
+    model.register_buffer("weight", memory)
+    assert still.state(model.state_dict())["weight"].data_ptr() != memory.data_ptr()
+
+
+def test_copies_lie_in_the_same_memory_from_state_to_state_and_keep_ties() -> None:
+    still = Still()
+    buffer = torch.zeros(50)
+    first = still.state({"a": buffer, "b": buffer})
+    assert first["a"] is first["b"]
+    buffer += 1
+    second = still.state({"a": buffer, "b": buffer})
+    assert second["a"] is first["a"]
+    assert torch.equal(second["a"], torch.ones(50))
+
+
+def test_values_are_copied() -> None:
+    state: dict[str, Any] = {"list": [1, [2]], "set": {1}, "tuple": (1, {"x": [3]})}
+    still = Still().state(state)
+    state["list"][1].append(9)
+    state["set"].add(9)
+    state["tuple"][1]["x"].append(9)
+    assert still == {"list": [1, [2]], "set": {1}, "tuple": (1, {"x": [3]})}

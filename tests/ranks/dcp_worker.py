@@ -1,0 +1,222 @@
+"""Ranks that use torch.distributed.checkpoint on stillframe: ``dcp_worker.py ROOT write|read|train STEP|resume``."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import os
+import signal
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+import stillframe
+from stillframe.integrations.dcp import Reader, Stager, Writer
+
+warnings.simplefilter("ignore")
+dcp: Any = importlib.import_module("torch.distributed.checkpoint")
+"""Its names are not declared as exported."""
+
+
+class Net(torch.nn.Module):
+    """With a buffer that changes in forward, and a size that no number of ranks divides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.Sequential(torch.nn.Linear(13, 31), torch.nn.BatchNorm1d(31), torch.nn.Linear(31, 13))
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.layers(batch)
+        return found
+
+
+def build(seed: int) -> tuple[Net, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = Net()
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1 if seed else 0.01)
+    update(model, optimizer, 0)
+    return model, optimizer
+
+
+def update(model: Net, optimizer: torch.optim.Optimizer, step: int) -> None:
+    generator = torch.Generator().manual_seed(1000 + step)  # DCP keeps one rank's buffers: all get the same
+    model(torch.randn(8, 13, generator=generator)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def state_of(model: Net, optimizer: torch.optim.Optimizer, **more: Any) -> dict[str, Any]:
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    return {"model": model_state, "optimizer": optimizer_state, **more}
+
+
+def frozen(state: Any) -> Any:
+    if isinstance(state, DTensor):
+        return state.full_tensor().clone()
+    if isinstance(state, torch.Tensor):
+        return state.clone()
+    if isinstance(state, dict):
+        return {key: frozen(value) for key, value in state.items()}
+    if isinstance(state, list):
+        return [frozen(value) for value in state]
+    return copy.deepcopy(state)
+
+
+def same(one: Any, other: Any, at: str = "") -> None:
+    assert type(one) is type(other), (at, one, other)
+    if isinstance(one, torch.Tensor):
+        assert torch.equal(one, other), at
+    elif isinstance(one, dict):
+        assert one.keys() == other.keys(), at
+        for key in one:
+            same(one[key], other[key], f"{at}/{key}")
+    elif isinstance(one, list):
+        assert len(one) == len(other), at
+        for number, (left, right) in enumerate(zip(one, other, strict=True)):
+            same(left, right, f"{at}/{number}")
+    else:
+        assert one == other, (at, one, other)
+
+
+def loaded(root: object, step: int | None = None) -> Any:
+    """What dcp.load puts into a model that was built otherwise."""
+    state = state_of(*build(seed=7), note="", more=[0, 0])
+    dcp.load(state, storage_reader=Reader(str(root), step=step))
+    return frozen(state)
+
+
+def write(root: Path) -> None:
+    group = dist.new_group(backend="gloo")
+    model, optimizer = build(seed=0)
+    expected: dict[int, Any] = {}
+
+    def state(step: int) -> dict[str, Any]:
+        found = state_of(model, optimizer, note=f"step {step}", more=[step, 2.5])
+        expected[step] = frozen(found)
+        return found
+
+    # Saved and durable when it returns; with plans from the cache; its own planner.
+    writer = Writer(root / "sync")
+    for step in range(3):
+        dcp.save(state(step), storage_writer=writer, planner=dcp.DefaultSavePlanner(enable_plan_caching=True))
+        update(model, optimizer, step)
+    for step in range(3):
+        same(loaded(root / "sync", step), expected[step])
+    newest = expected[2]
+
+    # Lazy: the update, and the forward that changes the buffer, come while it is copied.
+    lazy = Writer(root / "lazy")
+    stager = Stager(lazy)
+    for step in range(4):
+        response = dcp.async_save(state(step), storage_writer=lazy, async_stager=stager, process_group=group)
+        update(model, optimizer, step)
+    response.staging_completion.result()
+    response.upload_completion.result()
+    for step in range(4):
+        same(loaded(root / "lazy", step), expected[step])
+
+    # DCP's own stager, in a thread and in a process of its own.
+    for kind in (AsyncCheckpointerType.THREAD, AsyncCheckpointerType.PROCESS):
+        where = Writer(root / kind.name, step=5)
+        saving = dcp.async_save(state(5), storage_writer=where, async_checkpointer_type=kind, process_group=group)
+        update(model, optimizer, 5)
+        saving.result()
+        same(loaded(root / kind.name), expected[5])
+
+    # What a Checkpointer wrote, through DCP; and what DCP wrote, through a Checkpointer.
+    with stillframe.Checkpointer(root / "ours") as checkpointer:
+        checkpointer.save(8, stillframe.TrainState(model, optimizer, note="ours", more=[8, 2.5]))
+    state(8)
+    expected[8]["note"] = "ours"
+    same(loaded(root / "ours"), expected[8])
+    other, its = build(seed=3)
+    back = stillframe.TrainState(other, its, note="", more=[0, 0])
+    with stillframe.Checkpointer(root / "sync") as checkpointer:
+        assert checkpointer.restore(back, step=2) == 2
+    same(frozen(state_of(other, its, note=back.more["note"], more=back.more["more"])), newest)
+
+    # Everybody alone.
+    alone = {"w": torch.arange(5) + dist.get_rank(), "name": f"rank {dist.get_rank()}"}
+    own = root / f"alone-{dist.get_rank()}"
+    dcp.save(alone, storage_writer=Writer(own), no_dist=True)
+    got = {"w": torch.zeros(5, dtype=torch.long), "name": ""}
+    dcp.load(got, storage_reader=Reader(own), no_dist=True)
+    same(got, alone)
+
+    # What cannot be stored fails on every rank, by name, and leaves what was there.
+    try:
+        dcp.save({"model": model.state_dict(), "odd": {"x": object()}}, storage_writer=Writer(root / "sync"))
+        raise AssertionError("object() was stored")
+    except dcp.CheckpointException as error:
+        if "odd/x" not in str(error):
+            raise
+    same(loaded(root / "sync"), newest)
+    if dist.get_rank() == 0:
+        torch.save(newest, root / "expected.pt")
+
+
+def read(root: Path) -> None:
+    """By another number of ranks than wrote it."""
+    same(loaded(root / "sync"), torch.load(root / "expected.pt"))
+
+
+def train(root: Path, die_at: int = -1) -> None:
+    """Save at every step; go on from the newest checkpoint."""
+    until = 8
+    group = dist.new_group(backend="gloo")
+    model, optimizer = build(seed=0)
+    at = 0
+    if stillframe.Catalog(root).latest() is not None:
+        state = state_of(model, optimizer, at=0)
+        dcp.load(state, storage_reader=Reader(root))
+        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        at = state["at"]
+        print(f"resumed at {at}", flush=True)  # noqa: T201
+    writer = Writer(root)
+    stager = Stager(writer)
+    previous = None
+    for step in range(at, until):
+        update(model, optimizer, 100 + step)
+        if previous is not None and step - at < 3:
+            previous.upload_completion.result()  # at least these are committed
+        previous = dcp.async_save(
+            state_of(model, optimizer, at=step + 1), storage_writer=writer, async_stager=stager, process_group=group
+        )
+        if step == die_at and dist.get_rank() == dist.get_world_size() - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+    if previous is not None:
+        previous.upload_completion.result()
+    if dist.get_rank() == 0:
+        print("trained", root.name, flush=True)  # noqa: T201
+    final = frozen(state_of(model, optimizer))
+    if dist.get_rank() == 0:
+        torch.save(final, root.parent / f"{root.name}.pt")
+
+
+def main() -> None:
+    root, what = Path(sys.argv[1]), sys.argv[2]
+    dist.init_process_group("gloo")
+    if what == "write":
+        write(root)
+    elif what == "read":
+        read(root)
+    elif what == "train":
+        train(root / "calm")
+        train(root / "hit", die_at=int(sys.argv[3]))
+    else:
+        train(root / "hit")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,44 @@
+"""torch.distributed.checkpoint as a client, on real ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from stillframe import Catalog
+from tests.ranks.launch import Launch, run_ranks
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """By two ranks, in every way that DCP has; the worker checks what it can itself."""
+    root = tmp_path_factory.mktemp("dcp")
+    run_ranks(2, "dcp_worker.py", root, "write")
+    return root
+
+
+def test_every_mode_of_dcp_saves_what_was_there_and_loads_it_bit_for_bit(written: Path) -> None:
+    assert Catalog(written / "sync").steps() == [0, 1, 2]
+    assert Catalog(written / "lazy").steps() == [0, 1, 2, 3]
+    for kind in ("THREAD", "PROCESS"):
+        assert Catalog(written / kind).steps() == [5]
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_other_numbers_of_ranks_load_it(written: Path, ranks: int) -> None:
+    run_ranks(ranks, "dcp_worker.py", written, "read")
+
+
+def test_a_killed_run_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
+    with Launch(2, "dcp_worker.py", tmp_path, "train", "5") as launch:
+        output = launch.wait()
+        assert launch.process.returncode != 0, output
+        assert "trained calm" in output, output
+    output = run_ranks(2, "dcp_worker.py", tmp_path, "resume")
+    assert "resumed at" in output
+    calm, hit = (torch.load(tmp_path / f"{name}.pt") for name in ("calm", "hit"))
+    assert calm["model"].keys() == hit["model"].keys()
+    for name in calm["model"]:
+        assert torch.equal(calm["model"][name], hit["model"][name]), name

@@ -54,13 +54,13 @@ def to_safetensors(stored: Stored, choice: Choice, to: Path, max_bytes: int, on_
     check_names(tensors)
     size = sum(_bytes(each.entry) for each in tensors)
     if to.suffix == ".safetensors":
-        with _publishing(to) as partial:
+        with publishing(to) as partial:
             _fill_safetensors(stored, tensors, partial, on_bytes)
         return Exported([to], len(tensors), size)
     groups = _split(tensors, max_bytes)
     names = [f"model-{at:05d}-of-{len(groups):05d}.safetensors" for at in range(1, len(groups) + 1)]
     names = names if len(groups) > 1 else ["model.safetensors"]
-    with _publishing(to) as partial:
+    with publishing(to) as partial:
         durable.make_dir(partial)
         for name, group in zip(names, groups, strict=True):
             _fill_safetensors(stored, group, partial / name, on_bytes)
@@ -142,7 +142,7 @@ def to_torch(stored: Stored, choice: Choice, to: Path, on_bytes: OnBytes) -> Exp
         outline = _Outline(stored)
         state = _Plain(stored, outline).whole(choice)
     bases = {base.untyped_storage()._cdata: (node, base) for node, base in outline.fresh_tensors()}
-    with _publishing(to) as partial, refused_by_torch(to):
+    with publishing(to) as partial, refused_by_torch(to):
         with torch.serialization.skip_data(materialize_fake_tensors=True):
             torch.save(state, partial)
         with partial.open("r+b") as file:
@@ -178,7 +178,7 @@ def to_dcp(stored: Stored, choice: Choice, to: Path, on_bytes: OnBytes) -> Expor
     if not isinstance(state, dict):
         raise ConfigError("a DCP checkpoint is a dict; give --below a dict, or choose another format")
     planner = _planner(stored, described, on_bytes)
-    with _publishing(to) as partial, dcp_errors(f"exporting to {to}"), warnings.catch_warnings():
+    with publishing(to) as partial, dcp_errors(f"exporting to {to}"), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*single process")
         save(state, storage_writer=FileSystemWriter(partial), planner=planner, no_dist=True)
     return Exported([to], len(choice.tensors), sum(_bytes(each.entry) for each in choice.tensors))
@@ -275,7 +275,7 @@ def _tensor_pairs(one: Any, other: Any) -> Iterator[tuple[torch.Tensor, torch.Te
 
 
 @contextlib.contextmanager
-def _publishing(to: Path) -> Iterator[Path]:
+def publishing(to: Path) -> Iterator[Path]:
     """A name to write a file or a flat directory under; what is complete and durable gets its own, else it goes."""
     if os.path.lexists(to):
         raise ExistsError(f"{to} is there already, and is left alone; choose another name or remove it")

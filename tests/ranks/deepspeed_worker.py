@@ -1,0 +1,419 @@
+"""Real DeepSpeed ranks on stillframe: ``deepspeed_worker.py ROOT CASE …``, each a function of this file."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import enum
+import logging
+import os
+import signal
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+warnings.simplefilter("ignore")
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+import deepspeed  # noqa: E402
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+
+import stillframe  # noqa: E402
+from stillframe.integrations import deepspeed as ours  # noqa: E402
+
+logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+deepspeed.ops.__compatible_ops__.clear()  # compile nothing
+SIZE = 24
+
+
+class Net(torch.nn.Module):
+    """Tied weights, a buffer that changes in forward, and a frozen parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(SIZE, SIZE)
+        self.second = torch.nn.Linear(SIZE, SIZE)
+        self.second.weight = self.first.weight
+        self.frozen = torch.nn.Linear(SIZE, SIZE)
+        self.frozen.requires_grad_(False)
+        self.register_buffer("seen", torch.zeros(100_000))
+        self.seen: torch.Tensor
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        self.seen += 1
+        found: torch.Tensor = self.second(torch.relu(self.first(batch)) + self.frozen(batch))
+        return found.float().square().mean()
+
+
+def config(stage: int, dtype: str, **more: Any) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 1,
+        "optimizer": {"type": "Adam", "params": {"lr": 0.01, "torch_adam": True}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 10}},
+        "zero_optimization": {"stage": stage},
+        "datastates_ckpt": {"host_cache_size": 0.05},
+    }
+    if dtype == "bf16":
+        found["bf16"] = {"enabled": True}
+    if dtype == "offload":
+        found["bf16"] = {"enabled": True}
+        found["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+        found["zero_force_ds_cpu_optimizer"] = False
+    return {**found, **more}
+
+
+def build(settings: dict[str, Any], seed: int = 0) -> Any:
+    torch.manual_seed(seed)
+    model = Net()
+    parameters = [each for each in model.parameters() if each.requires_grad]
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=parameters, config=copy.deepcopy(settings))
+    return engine
+
+
+def update(engine: Any, step: int, count: int = 1) -> None:
+    for at in range(step, step + count):
+        generator = torch.Generator().manual_seed(100 * at + dist.get_rank())
+        dtype = torch.bfloat16 if engine.bfloat16_enabled() else torch.float32
+        loss = engine(torch.randn(2, SIZE, generator=generator).to(dtype))
+        engine.backward(loss)
+        engine.step()
+
+
+def frozen(node: Any) -> Any:
+    if isinstance(node, torch.Tensor):
+        return node.detach().clone()
+    if isinstance(node, dict):
+        return {key: frozen(item) for key, item in node.items()}
+    if isinstance(node, list | tuple):
+        return [frozen(item) for item in node]
+    return copy.deepcopy(vars(node)) if hasattr(node, "__dict__") and not isinstance(node, enum.Enum | type) else node
+
+
+def state_of(engine: Any) -> Any:
+    """Everything that must come back: weights, buffers, optimizer, schedule, counters."""
+    if engine.zero_optimization_stage() == 3:
+        with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
+            weights = frozen(dict(engine.module.state_dict()))
+    else:
+        weights = frozen(dict(engine.module.state_dict()))
+    optimizer = engine.optimizer.state_dict() if engine.optimizer is not None else None
+    return frozen([weights, optimizer, engine.lr_scheduler.state_dict(), engine.global_steps])
+
+
+def same(one: Any, other: Any, at: str = "") -> None:
+    if isinstance(one, torch.Tensor):
+        assert torch.equal(one, other), f"{at}: {(one != other).sum()} of {one.numel()} differ"
+    elif isinstance(one, dict):
+        assert one.keys() == other.keys(), (at, one.keys(), other.keys())
+        for key in one:
+            same(one[key], other[key], f"{at}/{key}")
+    elif isinstance(one, list):
+        assert len(one) == len(other), at
+        for number, (left, right) in enumerate(zip(one, other, strict=True)):
+            same(left, right, f"{at}/{number}")
+    else:
+        assert one == other, (at, one, other)
+
+
+def stages(root: Path) -> None:
+    """Save at every step while training goes on; load into an engine that was built otherwise; train on, the same."""
+    for stage, dtype in ((0, "fp32"), (0, "bf16"), (1, "bf16"), (2, "fp32"), (2, "offload"), (3, "bf16")):
+        settings = config(stage, dtype)
+        where = str(root / f"{stage}-{dtype}")
+        engine = build(settings)
+        expected = {}
+        for step in range(4):
+            update(engine, step)
+            expected[step] = state_of(engine)
+            engine.save_checkpoint(where, client_state={"at": step, "note": "mine"})
+        update(engine, 4, 2)
+        final = state_of(engine)
+        engine.destroy()
+        engine.destroy()
+        for step, tag in ((3, None), (1, "global_step2")):
+            other = build(settings, seed=1)
+            path, client = other.load_checkpoint(where, tag)
+            assert path is not None
+            assert (client["at"], client["note"]) == (step, "mine")
+            same(state_of(other), expected[step], f"stage {stage} {dtype}")
+            if step == 3:
+                update(other, 4, 2)
+                same(state_of(other), final, f"stage {stage} {dtype}, trained on")
+            other.destroy()
+        if dist.get_rank() == 0:
+            assert Path(where, "latest").read_text() == "global_step4"
+            assert stillframe.Catalog(where).steps() == [1, 2, 3, 4]
+
+
+class Odd:
+    """Only pickle can hold it."""
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Odd) and other.value == self.value
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def fails(work: Any, *parts: str) -> None:
+    try:
+        work()
+    except Exception as error:
+        for part in parts:
+            assert part in f"{type(error).__name__}: {error}", (part, error)  # noqa: PT017
+    else:
+        raise AssertionError(f"no error with {parts}")
+
+
+def objects(root: Path) -> None:
+    """What DeepSpeed's users put into client_state."""
+    where = str(root / "objects")
+    client = {
+        "args": argparse.Namespace(lr=0.1, name="x", betas=(0.9, 0.95), shape=torch.Size([2, 3])),
+        "kind": signal.SIGTERM,
+        "mixed": [1, (2.5, None), {"x": {3, 4}}, torch.arange(3), b"raw", torch.bfloat16],
+        "scaler": deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler(
+            init_scale=4096.0, scale_window=10, min_scale=1.0, delayed_shift=2,
+            consecutive_hysteresis=False, raise_error_at_min_scale=False, dtype=torch.half,
+        ),
+    }  # fmt: skip
+    engine = build(config(1, "bf16"))
+    update(engine, 0)
+    engine.save_checkpoint(where, "plain", client_state=client)
+    _, got = engine.load_checkpoint(where)
+    for key in ("args", "kind"):
+        assert got[key] == client[key], key
+    assert vars(got["scaler"]) == vars(client["scaler"])
+    same(frozen(got["mixed"]), frozen(client["mixed"]))
+    fails(
+        lambda: engine.save_checkpoint(where, "odd", client_state={"deep": {"x": Odd(5)}}),
+        "UnsupportedStateError", "mp_rank_00_model_states.pt/deep/x", "Odd", '"allow_pickle": true',
+    )  # fmt: skip
+    engine.destroy()
+    assert not Path(where, "odd").exists()
+
+    settings = config(1, "bf16", datastates_ckpt={"allow_pickle": True})
+    engine = build(settings)
+    update(engine, 0)
+    engine.save_checkpoint(where, "odd", client_state={"deep": {"x": Odd(5)}})
+    _, got = engine.load_checkpoint(where, "odd")
+    assert got["deep"] == {"x": Odd(5)}
+    engine.destroy()
+    engine = build(config(1, "bf16"))
+    fails(lambda: engine.load_checkpoint(where, "odd"), "UnsupportedStateError", "deep/x", "Odd", "allow_pickle")
+    engine.destroy()
+
+
+def choices(root: Path) -> None:
+    """save_latest, exclude_frozen_parameters, save_16bit_model, a tag of every kind, loading right after saving."""
+    where = root / "choices"
+    engine = build(config(2, "bf16"))
+    update(engine, 0)
+    engine.save_checkpoint(str(where), "first")
+    engine.save_checkpoint(str(where), "second", save_latest=False, exclude_frozen_parameters=True)
+    expected = state_of(engine)
+    update(engine, 1)
+    engine.save_16bit_model(str(where), "weights.bin")
+    path, _ = engine.load_checkpoint(str(where))
+    assert "first" in path
+    same(state_of(engine), expected)
+    assert (where / "latest").read_text() == "first"
+    full = engine.checkpoint_engine.load(str(where / "second" / "mp_rank_00_model_states.pt"))
+    assert "first.weight" in full["module"]
+    assert "frozen.weight" not in full["module"]
+    assert full["module"]["first.weight"].data_ptr() == full["module"]["second.weight"].data_ptr()  # still tied
+    if dist.get_rank() == 0:
+        weights = torch.load(where / "weights.bin", weights_only=True)
+        assert weights["first.weight"].dtype == torch.bfloat16
+    fails(lambda: engine.save_checkpoint(str(where), "first"), "ExistsError", "'first'", "choose another")
+    fails(lambda: engine.save_checkpoint(str(where), "a/b"), "ConfigError", "a/b")
+    engine.destroy()
+    if dist.get_rank() == 0:
+        print("steps", stillframe.Catalog(where).steps())  # noqa: T201
+
+
+def strangers(root: Path) -> None:
+    """Directories of the other engine, files that are gone or damaged, another number of ranks."""
+    theirs, mine = root / "theirs", root / "mine"
+    settings = config(1, "bf16")
+    default = {key: value for key, value in settings.items() if key != "datastates_ckpt"}
+    engine = build(default)
+    update(engine, 0)
+    engine.save_checkpoint(str(theirs), "tag")
+    engine.destroy()
+    engine = build(settings)
+    update(engine, 0)
+    engine.save_checkpoint(str(mine), "tag")
+    engine.save_checkpoint(str(mine), "torn")
+    engine.load_checkpoint(str(mine), "tag")
+    fails(lambda: engine.load_checkpoint(str(theirs)), "FormatError", "not written by stillframe", "datastates_ckpt")
+    dist.barrier()
+    if dist.get_rank() == 0:
+        step = stillframe.Catalog(mine).dir(stillframe.Catalog(mine).steps()[-1])
+        for segment in step.glob("*.safetensors"):
+            os.truncate(segment, segment.stat().st_size - 5000)
+    dist.barrier()
+    fails(lambda: engine.load_checkpoint(str(mine), "torn"), "IntegrityError", "bytes instead of")
+    dist.barrier()
+    if dist.get_rank() == 0:
+        for missing in (mine / "tag").glob("*_optim_states.pt"):
+            missing.unlink()
+    dist.barrier()
+    fails(lambda: engine.load_checkpoint(str(mine), "tag"), "NotFoundError", "optim_states.pt")
+    engine.destroy()
+    engine = build(default)
+    fails(lambda: engine.load_checkpoint(str(mine), "torn"), "FormatError", "install()", "export(save_dir, tag, to)")
+    engine.destroy()
+
+
+def exported(root: Path) -> None:
+    """DeepSpeed's own tools read what is exported."""
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    for stage in (2, 3):
+        where, to = root / f"export-{stage}", root / f"plain-{stage}"
+        settings = config(stage, "bf16")
+        engine = build(settings)
+        update(engine, 0, 2)
+        engine.save_checkpoint(str(where), "here", client_state={"note": argparse.Namespace(x=1)})
+        expected = state_of(engine)
+        engine.destroy()
+        dist.barrier()
+        if dist.get_rank() == 0:
+            assert ours.export(where, None, to) == "here"
+            weights = get_fp32_state_dict_from_zero_checkpoint(str(to), "here")
+            assert torch.equal(weights["first.bias"].bfloat16(), expected[0]["first.bias"])
+        dist.barrier()
+        other = build({key: value for key, value in settings.items() if key != "datastates_ckpt"}, seed=1)
+        path, client = other.load_checkpoint(str(to), "here")
+        assert path is not None
+        assert client["note"] == argparse.Namespace(x=1)
+        same(state_of(other), expected, f"stage {stage}, exported")
+        other.destroy()
+
+
+def moe(root: Path) -> None:
+    from deepspeed.moe.layer import MoE
+    from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
+
+    class Mixture(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = torch.nn.Linear(SIZE, SIZE)
+            self.mixed = MoE(SIZE, torch.nn.Linear(SIZE, SIZE), num_experts=4, ep_size=2, k=1, min_capacity=0)
+
+        def forward(self, batch: torch.Tensor) -> torch.Tensor:
+            found, *_ = self.mixed(self.first(batch))
+            loss: torch.Tensor = found.float().square().mean()
+            return loss
+
+    def made(seed: int) -> Any:
+        torch.manual_seed(seed)
+        model = Mixture()
+        groups = split_params_into_different_moe_groups_for_optimizer(
+            {"params": list(model.parameters()), "name": "all"}
+        )
+        optimizer = torch.optim.Adam(groups, lr=0.01)
+        settings = config(0, "fp32")
+        del settings["optimizer"]
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
+        return engine
+
+    where = str(root / "moe")
+    engine = made(0)
+    update(engine, 0, 2)
+    expected = state_of(engine)
+    engine.save_checkpoint(where)
+    update(engine, 2)
+    engine.destroy()
+    other = made(1)
+    assert other.load_checkpoint(where)[0] is not None
+    same(state_of(other), expected, "moe")
+    other.destroy()
+
+
+def pipeline(root: Path) -> None:
+    from deepspeed.pipe import PipelineModule
+
+    def made(seed: int) -> Any:
+        torch.manual_seed(seed)
+        layers = [torch.nn.Linear(SIZE, SIZE), torch.nn.BatchNorm1d(SIZE), torch.nn.Linear(SIZE, SIZE), torch.nn.Tanh()]
+        model = PipelineModule(layers=layers, num_stages=2, loss_fn=torch.nn.MSELoss())
+        settings = {**config(1, "fp32"), "train_batch_size": 4, "gradient_accumulation_steps": 2}
+        engine, *_ = deepspeed.initialize(model=model, config=settings)
+        return engine
+
+    def batches() -> Any:
+        generator = torch.Generator().manual_seed(0)
+        while True:
+            yield torch.randn(2, SIZE, generator=generator), torch.randn(2, SIZE, generator=generator)
+
+    where = str(root / "pipeline")
+    engine, data = made(0), batches()
+    engine.train_batch(data)
+    expected = frozen(dict(engine.module.state_dict()))
+    engine.save_checkpoint(where)
+    engine.train_batch(data)
+    engine.destroy()
+    other = made(1)
+    assert other.load_checkpoint(where)[0] is not None
+    same(frozen(dict(other.module.state_dict())), expected, "pipeline")
+    other.destroy()
+
+
+def train(root: Path, name: str, die_at: int = -1) -> None:
+    """Save at every step; go on from ``latest``."""
+    where = str(root / f"run-{name}")
+    engine = build(config(2, "bf16"))
+    path, client = engine.load_checkpoint(where)
+    at = 0 if path is None else client["at"]
+    print("resumed at", at, flush=True)  # noqa: T201
+    for step in range(at, 8):
+        update(engine, step)
+        engine.save_checkpoint(where, client_state={"at": step + 1})
+        if step == die_at and dist.get_rank() == dist.get_world_size() - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+    (root / name).mkdir(exist_ok=True)
+    torch.save(state_of(engine), root / name / f"{dist.get_rank()}.pt")
+    print("trained", name, flush=True)  # noqa: T201
+    engine.destroy()
+
+
+def calm(root: Path) -> None:
+    train(root, "calm")
+
+
+def hit(root: Path) -> None:
+    train(root, "hit", die_at=5)
+
+
+def resumed(root: Path) -> None:
+    train(root, "hit")
+
+
+def fewer(root: Path) -> None:
+    """Another number of ranks is DeepSpeed's to refuse."""
+    engine = build(config(2, "bf16"))
+    try:
+        engine.load_checkpoint(str(root / "run-calm"))
+    except Exception as error:
+        print(error)  # noqa: T201
+    engine.destroy()
+
+
+def main() -> None:
+    root = Path(sys.argv[1])
+    deepspeed.init_distributed("gloo")
+    ours.install()
+    for case in sys.argv[2:]:
+        globals()[case](root)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

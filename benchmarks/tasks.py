@@ -277,11 +277,11 @@ def barrier() -> None:
 
 
 def tasks() -> dict[str, Callable[[Case, Path], Figures]]:
-    from benchmarks import growing, training
+    from benchmarks import clients, growing, training
 
     return {
         "loop": loop, "persist": persist, "persist-raw": persist_raw, "restore": restore, "restore-raw": restore_raw,
         "verify": verify,
         "copy-rate": copy_rate, "training": training.training, "save-cost": growing.save_cost,
-        "commit-cost": growing.commit_cost, "collect-cost": growing.collect_cost,
+        "deepspeed-loop": clients.deepspeed_loop, "dcp-calls": clients.dcp_calls, "commit-cost": growing.commit_cost, "collect-cost": growing.collect_cost,
     }  # fmt: skip

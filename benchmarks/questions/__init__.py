@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from benchmarks.questions import growth, interval, models, persist, ranks, restore, shapes, stall, training
+from benchmarks.questions import clients, growth, interval, models, persist, ranks, restore, shapes, stall, training
 from benchmarks.questions.base import Question
 
 QUESTIONS: dict[str, Question] = {
     module.QUESTION.name: module.QUESTION
-    for module in (stall, interval, models, training, persist, restore, shapes, ranks, growth)
+    for module in (stall, interval, models, training, persist, restore, shapes, ranks, growth, clients)
 }

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 Samples = Sequence[float]
 
 FEW = ("none", "torch-save", "dcp", "clone-thread", "dcp-async-thread", "torch-checkpointing", "stillframe")
-FEWEST = ("none", "torch-save", "torch-checkpointing", "stillframe")
+FEWEST = ("none", "torch-save", "stillframe")
 """One of each kind, where asking all would take too long."""
 
 
@@ -33,7 +33,7 @@ class Scope:
         return [each for each in gib if each <= self.max_gib] or [min(gib[0], self.max_gib)]
 
     def few(self) -> list[str]:
-        """One system of each kind; in the short form the two ends and the best peer."""
+        """One system of each kind; in the short form the two ends."""
         return [name for name in self.systems if name in (FEWEST if self.is_short else FEW)]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import re
 from pathlib import Path
@@ -60,11 +61,23 @@ def test_the_everyday_lines_of_the_readme_run(tmp_path: Path, monkeypatch: pytes
             "stillframe": stillframe, "checkpointer": checkpointer, "state": state, "step": 1001, "root": "other",
             "Vocabulary": Vocabulary, "encode": vars, "decode": Vocabulary,
         }  # fmt: skip
-        lines = BLOCKS[2].replace("stillframe.Checkpointer(root", "made = stillframe.Checkpointer(root")
+        (block,) = [each for each in BLOCKS if "register_leaf" in each]
+        lines = block.replace("stillframe.Checkpointer(root", "made = stillframe.Checkpointer(root")
         exec(lines, scope)
         made = scope["made"]
         assert isinstance(made, stillframe.Checkpointer)
         made.close()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_the_dcp_lines_of_the_readme_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (block,) = [each for each in BLOCKS if "Stager" in each]
+    state = make_model().state_dict()
+    scope: dict[str, Any] = {"dcp": importlib.import_module("torch.distributed.checkpoint"), "state_dict": state}
+    exec(block, scope)
+    scope["saved"].upload_completion.result()
+    assert stillframe.Catalog("runs/7b").steps() == [0, 1]
 
 
 def test_every_file_and_target_that_a_document_names_exists() -> None:

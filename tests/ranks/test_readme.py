@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from stillframe import Catalog, load
 from tests.ranks.launch import run_ranks
 
@@ -12,3 +14,12 @@ def test_the_lines_for_several_ranks_train_and_resume(tmp_path: Path) -> None:
     run_ranks(2, "readme_worker.py", tmp_path / "root")
     assert Catalog(tmp_path / "root").steps() == [1, 2]
     assert load(tmp_path / "root")["model"]["weight"].shape == (8, 8)
+
+
+@pytest.mark.parametrize("example", ["fsdp2_dcp.py", "deepspeed_gpt.py"])
+def test_the_examples_run(example: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    output = run_ranks(2, f"../../examples/{example}")
+    assert "step  20" in output
+    assert "committed" in output
+    assert Catalog(next((tmp_path / "runs").iterdir())).latest() is not None

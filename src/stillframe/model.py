@@ -31,8 +31,8 @@ class Label:
     """A directory in the root that appears, complete, when the step is committed: for those who look for files.
 
     ``files``: this rank's, by name; all hold ``content``.  ``is_latest``: the file ``latest`` in the root names it.
-    Every rank gives the same ``name``, and files of other names.  Removing the directory removes the checkpoint, with
-    the next one that has a label.
+    Every rank gives the same ``name``, and files of other names.  When the checkpoint is pruned, the directory goes,
+    too; removing, renaming or copying the directory does nothing to the checkpoint.
     """
 
     name: str
@@ -48,7 +48,8 @@ class Label:
 def check_label_name(name: object) -> None:
     """Raises :class:`ConfigError` if it is no plain name of a file, or one that stillframe uses itself."""
     is_plain = isinstance(name, str) and bool(re.fullmatch(r"[^/\0]{1,200}", name)) and not name.startswith(".")
-    if not is_plain or re.match(r"step-\d|rank-\d|label-\d|events$|latest$|manifest|label\.json$", str(name)):
+    own = r"step-\d{12}|rank-\d{5}\.\w+|label-\d{12}-\w{8}\.partial|events|latest(\.partial)?|label\.json(\.partial)?"
+    if not is_plain or re.fullmatch(own, str(name)):
         raise ConfigError(f"{name!r} cannot be a label: give a plain name, without '/', that is not stillframe's own")
 
 

@@ -125,11 +125,10 @@ def test_a_lazy_save_returns_at_once_and_holds_back_the_update_only(tmp_path: Pa
 def test_lazy_saves_that_overtake_one_another_are_all_made(tmp_path: Path) -> None:
     model, optimizer = trained()
     writer = Writer(tmp_path)
-    stager = Stager(writer)
     responses, expected = [], []
     for _ in range(5):
         expected.append(model.state_dict()["0.weight"].clone())
-        responses.append(dcp.async_save({"model": model}, storage_writer=writer, async_stager=stager))
+        responses.append(dcp.async_save({"model": model}, storage_writer=writer, async_stager=Stager(writer)))
         update(model, optimizer)
     for step, response in enumerate(responses):
         response.upload_completion.result(20)
@@ -149,9 +148,44 @@ def test_a_lazy_save_that_cannot_be_planned_says_so_and_training_goes_on(tmp_pat
     update(model, optimizer)  # waits for the plan that never comes, and no longer
     assert "upload_completion says why" in str(response.staging_completion.exception(20))
     assert "no plan" in str(response.upload_completion.exception(20))
+    dcp.save({"model": model}, storage_writer=writer)
     response = dcp.async_save({"model": model}, storage_writer=writer, async_stager=stager)
     response.upload_completion.result(20)
-    assert stillframe.Catalog(tmp_path).steps() == [0]
+    assert stillframe.Catalog(tmp_path).steps() == [0, 1]
+
+
+def test_a_lazy_save_to_another_place_than_its_stager_knew_is_as_safe(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    writer = Writer(tmp_path / "a")
+    for step in range(3):
+        expected = model.state_dict()["0.weight"].clone()
+        response = dcp.async_save(
+            {"model": model},
+            checkpoint_id=tmp_path / "b",
+            storage_writer=writer,
+            async_stager=Stager(Writer(tmp_path / "a")),
+        )
+        update(model, optimizer)
+        response.staging_completion.result(20)
+        response.upload_completion.result(20)
+        assert torch.equal(stillframe.load(tmp_path / "b", step)["model"]["0.weight"], expected)
+
+
+def test_ordinary_saves_at_once_in_several_threads_are_all_made(tmp_path: Path) -> None:
+    saving = [dcp.async_save({"n": n, "w": torch.full((1000,), n)}, storage_writer=Writer(tmp_path)) for n in range(4)]
+    for each in saving:
+        each.result(20)
+    found = sorted(stillframe.load(tmp_path, step)["n"] for step in stillframe.Catalog(tmp_path).steps())
+    assert found == [0, 1, 2, 3]
+
+
+def test_a_reader_holds_nothing_open_when_a_load_fails(tmp_path: Path) -> None:
+    dcp.save({"w": torch.ones(3)}, storage_writer=Writer(tmp_path))
+    reader = Reader(tmp_path)
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(5):
+        fails(lambda: dcp.load({"v": torch.zeros(3)}, storage_reader=reader), "v")
+    assert len(os.listdir("/proc/self/fd")) <= before + 5
 
 
 def test_a_lazy_save_of_what_cannot_be_stored_says_so_in_both_futures(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from stillframe import (
     ConfigError,
     ExistsError,
     FormatError,
+    KeepLast,
     Label,
     Part,
     PartReader,
@@ -113,7 +114,7 @@ def test_a_label_appears_with_the_checkpoint_and_not_before(tmp_path: Path) -> N
     label = Label("best", ("a.pt", "b.pt"), b"look in step 5", is_latest=True)
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(5, {"w": WHOLE}, label=label).wait()
-        assert sorted(path.name for path in (tmp_path / "best").iterdir()) == ["a.pt", "b.pt"]
+        assert sorted(path.name for path in (tmp_path / "best").iterdir()) == ["a.pt", "b.pt", "label.json"]
         assert (tmp_path / "best" / "b.pt").read_bytes() == b"look in step 5"
         assert (tmp_path / "latest").read_text() == "best"
         with pytest.raises(ExistsError, match="best"):
@@ -125,16 +126,23 @@ def test_a_label_appears_with_the_checkpoint_and_not_before(tmp_path: Path) -> N
     assert not list(tmp_path.glob("*.partial"))
 
 
-def test_removing_a_label_lets_its_checkpoint_go(tmp_path: Path) -> None:
-    with Checkpointer(tmp_path) as checkpointer:
+def test_a_label_goes_with_its_checkpoint_and_not_the_other_way_round(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, keep=KeepLast(2)) as checkpointer:
         for step in (1, 2):
             checkpointer.save(step, {"w": WHOLE}, label=Label(f"tag{step}", ("x",)))
-        checkpointer.save(3, {"w": WHOLE})
         checkpointer.wait()
-        (tmp_path / "tag1" / "x").unlink()
-        (tmp_path / "tag1").rmdir()
-        checkpointer.save(4, {"w": WHOLE}, label=Label("tag4"))
-    assert Catalog(tmp_path).steps() == [2, 3, 4]
+        (tmp_path / "tag2").rename(tmp_path / "moved")
+        (tmp_path / "tag2").mkdir()
+        (tmp_path / "tag2" / "mine").write_text("not of stillframe")
+        checkpointer.save(3, {"w": WHOLE}, label=Label("tag3"))
+        checkpointer.wait()
+        assert Catalog(tmp_path).steps() == [2, 3]
+        assert not (tmp_path / "tag1").exists()
+        checkpointer.save(4, {"w": WHOLE})
+        checkpointer.save(5, {"w": WHOLE})
+    assert Catalog(tmp_path).steps() == [4, 5]
+    assert (tmp_path / "tag2" / "mine").exists()
+    assert not (tmp_path / "tag3").exists()
 
 
 def test_a_label_of_a_run_that_died_right_after_its_commit_is_published_by_the_next(tmp_path: Path) -> None:
@@ -152,6 +160,11 @@ def test_a_label_of_a_run_that_died_right_after_its_commit_is_published_by_the_n
     assert not list(tmp_path.glob("*.partial"))
 
 
+@pytest.mark.parametrize("name", ["step-100", "manifest-of-fate", "rank-0", "best of 3", "latest2"])
+def test_most_names_can_be_labels(name: str) -> None:
+    assert Label(name).name == name
+
+
 @pytest.mark.parametrize("name", ["", "a/b", "..", ".x", "step-000000000001", "latest", "events", "rank-00000.lock", 5])
 def test_a_label_is_a_plain_name(name: object) -> None:
     with pytest.raises(ConfigError, match="cannot be a label"):
@@ -162,6 +175,8 @@ def test_storable() -> None:
     assert storable({"a": [1, (2.5, torch.ones(2))], "b": torch.float32})
     assert not storable({"a": object()})
     assert not storable(lambda: 1)
+    assert not storable({"a": torch.nn.Linear(1, 1)})  # it would come back as a dict
+    assert not storable(Part(WHOLE[:1], WHOLE.shape, (0, 0)))
 
 
 def test_only_takes_empty_dicts_and_lists_too(tmp_path: Path) -> None:

@@ -70,3 +70,32 @@ def test_values_are_copied() -> None:
     state["set"].add(9)
     state["tuple"][1]["x"].append(9)
     assert still == {"list": [1, [2]], "set": {1}, "tuple": (1, {"x": [3]})}
+
+
+def test_what_was_tied_once_is_not_tied_forever() -> None:
+    still = Still()
+    now = torch.ones(50)
+    still.state({"now": now, "best": now})
+    later = still.state({"now": now * 2, "best": now})
+    assert torch.equal(later["now"], torch.full((50,), 2.0))
+    assert torch.equal(later["best"], torch.ones(50))
+
+
+def test_only_what_is_the_same_item_by_item_is_tied() -> None:
+    square = torch.arange(9.0).view(3, 3)
+    number = torch.tensor([1 + 2j])
+    state = {"a": square, "b": square.t(), "c": number, "d": number.conj(), "e": torch.ones(2).to_sparse()}
+    still = Still().state(state)
+    for name, each in state.items():
+        assert torch.equal(still[name].to_dense(), each.to_dense()), name
+
+
+def test_a_dict_with_keys_of_its_own_kind_is_a_leaf() -> None:
+    seen = []
+
+    def leaf(path: tuple[Any, ...], value: Any) -> Any:
+        seen.append(path)
+        return value
+
+    Still().state({"a": {torch.float32: torch.ones(2)}, "b": {1: 2}}, leaf)
+    assert seen == [("a",), ("b", 1)]

@@ -89,13 +89,15 @@ def test_only_the_durable_module_renames_and_deletes() -> None:
 def test_nothing_reads_pickle() -> None:
     for module, part, imported in imports():
         is_error_only = (part, imported) == ("convert", "pickle")  # what torch raises when it refuses to unpickle
-        is_allowed = is_error_only or (module, imported) == ("stillframe.integrations.deepspeed", "pickle")
+        # What DeepSpeed's users may ask for, and a note to those who open a file of ours with torch.load.
+        in_dicts = module in ("stillframe.integrations.pickled", "stillframe.integrations.pointers")
+        is_allowed = is_error_only or in_dicts
         assert is_allowed or imported.split(".")[0] not in {"pickle", "cloudpickle", "dill", "marshal", "shelve"}, (
             module
         )
     for path in SOURCE.rglob("*.py"):
-        asks = "if not self._allow_pickle" in path.read_text()  # DeepSpeed's users may ask for it
-        assert "pickle.load" not in path.read_text() or (path.parent.name == "integrations" and asks), path
+        asks = "if not allow_pickle:" in path.read_text()
+        assert "pickle.load" not in path.read_text() or (path.name == "pickled.py" and asks), path
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load":
                 assert path.parent.name == "convert", path

@@ -9,6 +9,7 @@ import logging
 import os
 import signal
 import sys
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -295,6 +296,45 @@ def exported(root: Path) -> None:
         assert client["note"] == argparse.Namespace(x=1)
         same(state_of(other), expected, f"stage {stage}, exported")
         other.destroy()
+
+
+def broken(root: Path) -> None:
+    """A save that breaks off leaves nothing; one that failed is told once, and keeps nobody from loading or saving."""
+    where = root / "broken"
+    engine = build(config(1, "bf16"))
+    update(engine, 0)
+    engine.save_checkpoint(str(where), "good")
+    expected = state_of(engine)
+    update(engine, 1)
+    optimizer_state = engine.optimizer.state_dict
+    engine.optimizer.state_dict = lambda: 1 / 0
+    fails(lambda: engine.save_checkpoint(str(where), "torn"), "ZeroDivisionError")
+    engine.optimizer.state_dict = optimizer_state
+    update(engine, 2)
+    engine.load_checkpoint(str(where))
+    same(state_of(engine), expected)
+    assert (where / "latest").read_text() == "good"
+    assert not (where / "torn").exists()
+    odd = {"x": {signal.SIGTERM: 1, Odd(1).__class__: 2}}  # keys that cannot be stored, on rank 0's file only
+    fails(lambda: engine.save_checkpoint(str(where), "keys", client_state=odd), "UnsupportedStateError", "/x", "dict")
+    dist.barrier()
+    blocked = where / "step-000000000005"  # where the next step will be
+    if dist.get_rank() == 0:
+        blocked.write_text("in the way")
+    dist.barrier()
+    engine.save_checkpoint(str(where), "tag5")
+    time.sleep(1)
+    engine.load_checkpoint(str(where))  # warns
+    same(state_of(engine), expected)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        blocked.unlink()
+    dist.barrier()
+    engine.save_checkpoint(str(where), "tag5")
+    engine.save_checkpoint(str(where), "tag6")
+    engine.destroy()
+    assert (where / "latest").read_text() == "tag6"
+    assert (where / "tag5").is_dir()
 
 
 def moe(root: Path) -> None:

@@ -12,7 +12,7 @@ def test_every_stage_saves_what_was_there_and_trains_on_the_same(tmp_path: Path)
 
 
 def test_objects_tags_strangers_and_exports(tmp_path: Path) -> None:
-    run_ranks(2, "deepspeed_worker.py", tmp_path, "objects", "choices", "strangers", "exported")
+    run_ranks(2, "deepspeed_worker.py", tmp_path, "objects", "choices", "strangers", "exported", "broken")
 
 
 def test_experts_and_pipelines(tmp_path: Path) -> None:

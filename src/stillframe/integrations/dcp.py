@@ -16,11 +16,9 @@ import dataclasses
 import io
 import os
 import threading
-from concurrent.futures import Future
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.checkpoint import _nested_dict
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
@@ -43,12 +41,39 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 
-from stillframe import Part, PartReader, Save, register_leaf
+from stillframe import Part, PartReader, register_leaf
 from stillframe.errors import ConfigError, StateError, UnsupportedStateError
-from stillframe.integrations.runs import Run, open_run
-from stillframe.integrations.still import Still
+from stillframe.integrations.lazy import Stager, take_staging
+from stillframe.integrations.runs import open_run, seat
+
+__all__ = ["Reader", "Stager", "Writer"]
 
 _PathLike = str | os.PathLike[str]
+_thread = threading.local()
+
+
+class _Place:
+    """What DCP asks of readers and writers alike."""
+
+    def __init__(self, path: _PathLike, *, step: int | None = None) -> None:
+        super().__init__()
+        self.path = os.path.abspath(os.fspath(path))
+        self.step = step
+
+    @property
+    def checkpoint_id(self) -> str:
+        return self.path
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: _PathLike) -> bool:
+        return "://" not in os.fspath(checkpoint_id)
+
+    def reset(self, checkpoint_id: _PathLike | None = None) -> None:
+        if checkpoint_id is not None:
+            self.path = os.path.abspath(os.fspath(checkpoint_id))
+
+    def prepare_local_plan(self, plan: Any) -> Any:
+        return plan
 
 
 class Opaque:
@@ -66,34 +91,12 @@ register_leaf(
 )
 
 
-class Writer(StorageWriter):
+class Writer(_Place, StorageWriter):
     """Writes to the stillframe root ``path``: each save is its next step, or ``step``.
 
     A save has succeeded when it is a checkpoint: every rank's bytes durable, the manifest published.  What pickle alone
-    could hold is refused, with its path.  Ranks of a process group that is not all of them are refused, too.
+    could hold is refused, with its path.  All ranks save together, or each alone (``no_dist=True``).
     """
-
-    def __init__(self, path: _PathLike, *, step: int | None = None) -> None:
-        super().__init__()
-        self.path = os.path.abspath(os.fspath(path))
-        self.step = step
-        self._save: Save | None = None
-        self._staging: _Staging | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"path": self.path, "step": self.step, "_save": None, "_staging": None}
-
-    @property
-    def checkpoint_id(self) -> str:
-        return self.path
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: _PathLike) -> bool:
-        return "://" not in os.fspath(checkpoint_id)
-
-    def reset(self, checkpoint_id: _PathLike | None = None) -> None:
-        if checkpoint_id is not None:
-            self.path = os.path.abspath(os.fspath(checkpoint_id))
 
     def storage_meta(self) -> StorageMeta:
         return StorageMeta(checkpoint_id=self.path)
@@ -102,11 +105,8 @@ class Writer(StorageWriter):
         if not kwargs.get("use_collectives", True):
             raise ConfigError("use_collectives=False: a stillframe checkpoint is one of all ranks; leave it out")
 
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        return plan
-
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+        _, world_size = seat()
         if len(plans) not in (1, world_size):
             raise ConfigError(
                 f"process_group: {len(plans)} of {world_size} ranks; save with a group of all ranks, or no_dist=True"
@@ -115,138 +115,27 @@ class Writer(StorageWriter):
         return [dataclasses.replace(plan, storage_data=(rank, len(plans))) for rank, plan in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
-        staging, self._staging = self._staging, None
+        staging = take_staging()
         try:
             run = open_run(self.path, *plan.storage_data)
-            if staging is not None and staging.run is not run:
-                raise ConfigError("a lazy save goes where its Stager's Writer does: give no checkpoint_id, no no_dist")
-            self._save = run.checkpointer.save(run.take_step(self.step), _state(plan, planner))
+            save = run.checkpointer.save(run.take_step(self.step), _state(plan, planner))
         except BaseException as error:
             if staging is not None:
                 staging.failed(error)
             raise
         if staging is not None:
-            staging.requested(self._save)
-        self._save.wait("sealed")
+            staging.requested(save, run)
+        save.wait("sealed")
+        _thread.save = save  # finish() comes on the same thread, and other saves may on others
         written: torch.futures.Future[list[WriteResult]] = torch.futures.Future()
         written.set_result([WriteResult(item.index, item.tensor_storage_size() or 0, None) for item in plan.items])
         return written
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        assert self._save is not None
-        self._save.wait("committed")
+        _thread.save.wait("committed")
 
 
-class Stager:
-    """The lazy way through ``dcp.async_save``, in its default mode (a thread): nothing is copied before it returns.
-
-    The state is copied while training goes on; every optimizer's update waits for that.  ``staging_completion`` is the
-    end of the copy, ``upload_completion`` the commit; both tell of failure.  What no live parameter or optimizer owns,
-    buffers for one, is copied at once.
-
-    A save that comes before the one before is committed waits for it, in its own thread (DCP's planning is a
-    collective), and with it the next update: save less often, or wait for ``upload_completion`` where it suits.
-    """
-
-    _synchronize_after_execute = False
-
-    def __init__(self, writer: Writer) -> None:
-        self._writer = writer
-        self._still = Still()
-        self._previous: _Staging | None = None
-
-    @property
-    def should_synchronize_after_execute(self) -> bool:
-        return False
-
-    def stage(self, state_dict: dict[str, Any]) -> Future[dict[str, Any]]:
-        is_joined = dist.is_available() and dist.is_initialized()
-        seat = (dist.get_rank(), dist.get_world_size()) if is_joined else (0, 1)
-        run = open_run(self._writer.path, *seat)
-        run.checkpointer.fence()
-        staging = _Staging(run, _Live(self._still.state(state_dict)), self._writer, self._previous)
-        self._previous = staging
-        return staging
-
-    def synchronize_staging(self) -> None:
-        """Nothing to do: the fence synchronizes."""
-
-    def close(self) -> None:
-        """Nothing to do: the copies are the run's."""
-
-
-class _Live(dict[str, Any]):
-    """A state dict of live memory."""
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise ConfigError(
-            "stillframe's Stager hands over live memory, which cannot go to another process: use "
-            "AsyncCheckpointerType.THREAD, or one of DCP's own stagers"
-        )
-
-
-class _Staging(Future[dict[str, Any]]):
-    """Done when everything is copied; but ``result`` gives the state from the beginning, since it stands still.
-
-    DCP's thread takes the result before it plans, and plans before anything can be copied.  If that fails, no method
-    of ours is called: only the end of the thread tells, and must, or the next update would wait forever.
-    """
-
-    _of_thread = threading.local()
-
-    def __init__(self, run: Run, live: dict[str, Any], writer: Writer, previous: _Staging | None) -> None:
-        super().__init__()
-        self.run = run
-        self._live = live
-        self._writer = writer
-        self._previous = previous
-        self._ended = threading.Event()
-        self._release = run.checkpointer.hold()
-
-    def result(self, timeout: float | None = None) -> dict[str, Any]:
-        if super().done():
-            return super().result(timeout)
-        self._of_thread.end = _End(self)
-        if self._previous is not None:
-            self._previous._ended.wait()
-            self._previous = None
-        self._writer._staging = self
-        return self._live
-
-    def done(self) -> bool:
-        """Never: DCP takes a future that is done for one that succeeded.  Its callbacks are called in any case."""
-        return False
-
-    def requested(self, save: Save) -> None:
-        self._release()  # from here on the fence knows of the save itself
-        try:
-            save.wait("staged")
-        except BaseException as error:
-            self.failed(error)
-            raise
-        self.set_result({})
-
-    def ended(self) -> None:
-        self.failed(StateError("it ended before anything was copied; upload_completion says why"))
-        self._ended.set()
-
-    def failed(self, error: BaseException) -> None:
-        self._release()
-        if not super().done():
-            self.set_exception(error)
-
-
-class _End:
-    """Held by a thread, so that it goes when the thread does."""
-
-    def __init__(self, staging: _Staging) -> None:
-        self._staging = staging
-
-    def __del__(self) -> None:
-        self._staging.ended()
-
-
-class Reader(StorageReader):
+class Reader(_Place, StorageReader):
     """Reads a step (the newest if none is given) of the stillframe root ``path``, every byte verified.
 
     Written by :class:`Writer` or by a ``Checkpointer``, by any number of ranks: names are those that DCP gives to a
@@ -254,23 +143,9 @@ class Reader(StorageReader):
     """
 
     def __init__(self, path: _PathLike, *, step: int | None = None) -> None:
-        super().__init__()
-        self.path = os.path.abspath(os.fspath(path))
-        self.step = step
+        super().__init__(path, step=step)
         self._reader: PartReader | None = None
         self._flat: dict[str, Any] = {}
-
-    @property
-    def checkpoint_id(self) -> str:
-        return self.path
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: _PathLike) -> bool:
-        return Writer.validate_checkpoint_id(checkpoint_id)
-
-    def reset(self, checkpoint_id: _PathLike | None = None) -> None:
-        if checkpoint_id is not None:
-            self.path = os.path.abspath(os.fspath(checkpoint_id))
 
     def read_metadata(self) -> Metadata:
         if os.path.exists(os.path.join(self.path, ".metadata")):
@@ -278,8 +153,9 @@ class Reader(StorageReader):
                 f"{self.path} was written by DCP itself: read it with FileSystemReader, or convert it once with "
                 "`stillframe import`"
             )
-        rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-        self._reader = PartReader(self.path, self.step, rank=rank)
+        if self._reader is not None:
+            self._reader.close()
+        self._reader = PartReader(self.path, self.step, rank=seat()[0])
         outline = self._reader.outline
         self._flat, paths = _nested_dict.flatten_state_dict(outline if isinstance(outline, dict) else {"": outline})
         return Metadata({name: self._described(value) for name, value in self._flat.items()}, planner_data=paths)
@@ -295,9 +171,13 @@ class Reader(StorageReader):
         pass
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
+        assert self._reader is not None
+        return dataclasses.replace(plan, storage_data=self._reader.step)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        steps = sorted({plan.storage_data for plan in plans})
+        if len(steps) > 1:
+            raise StateError(f"ranks see different newest steps in {self.path}, {steps}: load again, or give a step")
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> torch.futures.Future[None]:

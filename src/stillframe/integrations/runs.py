@@ -3,60 +3,74 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+import threading
+from typing import Any
+
+import torch.distributed as dist
 
 import stillframe
-from stillframe.errors import ConfigError
+from stillframe.integrations.still import Still
 
 
-@dataclass
 class Run:
-    """A root that is open for saving, and the number of its next step."""
+    """A root that is open for saving.  Thread: any."""
 
-    root: str
-    rank: int
-    world_size: int
-    checkpointer: stillframe.Checkpointer
-    next_step: int
+    def __init__(self, root: str, rank: int, world_size: int, arena: int | str) -> None:
+        self.root, self.seat = root, (rank, world_size)
+        # "warn": whoever asked for the save waits for it, and is told.
+        self.checkpointer = stillframe.Checkpointer(
+            root, arena=arena, rank=rank, world_size=world_size, on_error="warn", shared=True
+        )
+        self.still = Still()
+        self.last_lazy: Any = None
+        """The lazy save that the next one has to wait for."""
+        self._taking = threading.Lock()
+        try:
+            self._next_step = self.checkpointer.next_step()
+        except BaseException:
+            self.checkpointer.close()
+            raise
 
-    def take_step(self, step: int | None) -> int:
-        """The step of a save: the one given, or the next; the same on every rank."""
-        step = self.next_step if step is None else step
-        self.next_step = max(self.next_step, step + 1)
-        return step
-
-    def close(self) -> None:
-        """Wait until everything is committed; may be called again.  Raises: the error of a save that failed."""
-        if _runs.get(os.getpid()) is self:
-            del _runs[os.getpid()]
-        self.checkpointer.close()
+    def take_step(self, step: int | None = None, least: int = 0) -> int:
+        """The step of a save, the same on every rank: the one given, or the next, and not below ``least``."""
+        with self._taking:
+            step = max(self._next_step, least) if step is None else step
+            self._next_step = max(self._next_step, step + 1)
+            return step
 
 
-_runs: dict[int, Run] = {}
-"""At most one, of this process: a keeper and an arena belong to it."""
+_runs: dict[str, Run] = {}
+_known: set[str] = set()
+_owner = os.getpid()
+_opening = threading.RLock()
+
+
+def seat() -> tuple[int, int]:
+    """This process among the ranks of torch.distributed, or alone."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_available() and dist.is_initialized() else (0, 1)
 
 
 def open_run(root: str | os.PathLike[str], rank: int, world_size: int, arena: int | str = "auto") -> Run:
-    """The run that saves to this root; one that saves to another is finished first.
+    """The run that saves to this root.
 
-    Blocks, the first time, until every rank is here and the keeper of a run before has finished.
+    Another root's is finished first, since each holds memory for a whole state; but one that comes back (two models
+    that take turns) is kept beside the other.  Blocks, when it opens one, until every rank does, and until the keeper
+    of a run before has finished.  Raises: :class:`BusyError`, if that one still trains.
     """
+    global _owner
     path = os.path.abspath(os.fspath(root))
-    run = _runs.get(os.getpid())
-    if run is not None and (run.root, run.rank, run.world_size) == (path, rank, world_size):
+    with _opening:
+        if _owner != os.getpid():  # a fork: the runs are the parent's
+            _runs.clear()
+            _owner = os.getpid()
+        run = _runs.pop(path, None)
+        if run is not None and run.seat != (rank, world_size):
+            run.checkpointer.close()
+            run = None
+        if run is None:
+            while len(_runs) > (1 if path in _known else 0):
+                _runs.pop(next(iter(_runs))).checkpointer.close()
+            run = Run(path, rank, world_size, arena)
+            _known.add(path)
+        _runs[path] = run  # the last used comes last
         return run
-    if not 0 <= rank < world_size:
-        raise ConfigError(f"rank {rank} of {world_size}")
-    if run is not None:
-        run.close()
-    # "warn": whoever asked for the save waits for it, and is told.
-    checkpointer = stillframe.Checkpointer(
-        path, arena=arena, rank=rank, world_size=world_size, on_error="warn", shared=True
-    )
-    try:
-        run = Run(path, rank, world_size, checkpointer, checkpointer.next_step())
-    except BaseException:
-        checkpointer.close()
-        raise
-    _runs[os.getpid()] = run
-    return run

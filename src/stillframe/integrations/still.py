@@ -44,17 +44,24 @@ class Still:
         if self._strange is None or not strange <= self._strange:
             self._owners = [weakref.ref(each) for each in _living(_OWNERS)]
             strange = self._strange = self._without_owner(tensors)
+        self._copies = self._copied({path: tensors[path] for path in tensors if path in strange})
+        return _rebuilt(state, (), self._copies, leaf)
+
+    def _copied(self, tensors: dict[_Path, torch.Tensor]) -> dict[_Path, torch.Tensor]:
+        """Each into the copy at its path if that fits and is not taken; what is tied is copied once."""
         copies: dict[_Path, torch.Tensor] = {}
         tied: dict[Any, torch.Tensor] = {}
+        taken: set[int] = set()
         with torch.no_grad():
-            for path in strange:
-                tensor = tensors[path]
-                key = (*_memory(tensor), tensor.shape, tensor.dtype)
+            for path, tensor in tensors.items():
+                key = _identity(tensor)
                 if key not in tied:
-                    tied[key] = _copied(tensor, self._copies.get(path))
+                    into = self._copies.get(path)
+                    is_fit = into is not None and id(into) not in taken and _is_alike(into, tensor)
+                    tied[key] = into.copy_(tensor) if is_fit and into is not None else tensor.detach().clone()
+                    taken.add(id(tied[key]))
                 copies[path] = tied[key]
-        self._copies = copies
-        return _rebuilt(state, (), copies, leaf)
+        return copies
 
     def _without_owner(self, tensors: dict[_Path, torch.Tensor]) -> set[_Path]:
         owned = _Owned(self._owned())
@@ -119,15 +126,22 @@ def _memory(tensor: torch.Tensor) -> tuple[torch.device, int, int]:
     return local.device, start, start + items * local.element_size()
 
 
-def _copied(tensor: torch.Tensor, into: torch.Tensor | None) -> torch.Tensor:
-    is_alike = (
-        into is not None
-        and type(into) is type(tensor.detach())
-        and (into.shape, into.dtype, into.device) == (tensor.shape, tensor.dtype, tensor.device)
-        and getattr(into, "placements", None) == getattr(tensor, "placements", None)
-        and getattr(into, "device_mesh", None) == getattr(tensor, "device_mesh", None)
+def _identity(tensor: torch.Tensor) -> Any:
+    """Equal for tensors that are the same, item by item, in the same memory; of an unusual kind, only for itself."""
+    if tensor.layout is not torch.strided or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        return id(tensor)
+    form = tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg()
+    return (*_memory(tensor), *form)
+
+
+def _is_alike(copy: torch.Tensor, tensor: torch.Tensor) -> bool:
+    return (
+        type(copy) is type(tensor.detach())
+        and copy.layout is tensor.layout is torch.strided
+        and (copy.shape, copy.dtype, copy.device) == (tensor.shape, tensor.dtype, tensor.device)
+        and getattr(copy, "placements", None) == getattr(tensor, "placements", None)
+        and getattr(copy, "device_mesh", None) == getattr(tensor, "device_mesh", None)
     )
-    return into.copy_(tensor) if is_alike and into is not None else tensor.detach().clone()
 
 
 def _tensors(node: Any, path: _Path) -> Iterator[tuple[_Path, torch.Tensor]]:
@@ -141,16 +155,20 @@ def _tensors(node: Any, path: _Path) -> Iterator[tuple[_Path, torch.Tensor]]:
 def _rebuilt(node: Any, path: _Path, copies: dict[_Path, torch.Tensor], leaf: Callable[[_Path, Any], Any]) -> Any:
     if isinstance(node, torch.Tensor):
         return copies.get(path, node)
-    kind = type(node)
-    if kind in (dict, OrderedDict):
-        return kind((key, _rebuilt(item, (*path, key), copies, leaf)) for key, item in node.items())
-    if kind in (list, tuple):
-        return kind(_rebuilt(item, (*path, at), copies, leaf) for at, item in enumerate(node))
+    if _is_container(node):
+        items = [(key, _rebuilt(item, (*path, key), copies, leaf)) for key, item in _items(node)]
+        return type(node)(items) if isinstance(node, dict) else type(node)(item for _, item in items)
     return leaf(path, node)
 
 
 def _items(node: Any) -> Iterable[tuple[Any, Any]]:
+    if not _is_container(node):
+        return ()
+    return node.items() if isinstance(node, dict) else enumerate(node)
+
+
+def _is_container(node: Any) -> bool:
+    """A plain one, whose keys are plain; any other is a leaf as a whole."""
     if type(node) in (dict, OrderedDict):
-        items: Iterable[tuple[Any, Any]] = node.items()
-        return items
-    return enumerate(node) if type(node) in (list, tuple) else ()
+        return {type(key) for key in node} <= {str, int, float, bool, type(None)}
+    return type(node) in (list, tuple)

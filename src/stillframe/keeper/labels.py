@@ -3,8 +3,7 @@
 ``<root>/label-<step>-<attempt>.partial``   every rank puts its files there before it seals
 ``<root>/<name>``                           the same directory, once the step is committed
 ``<root>/latest``                           the name, if it asks for that
-``<root>/step-…/label.json``                which label a step has, written before its manifest; a checkpoint whose
-                                            label somebody has removed is let go
+``<root>/step-…/label.json``                which label a step has, written before its manifest
 
 A crash right after a commit leaves the partial name; the next run's sweep finishes it.
 """
@@ -45,9 +44,11 @@ def write(catalog: Catalog, step: int, attempt: str, label: Label, decides: bool
         durable.write_partial(path / name, label.content)
     durable.sync_dir(path)
     if decides:
+        kept = _Kept(label.name, label.is_latest)
+        durable.write_partial(path / names.LABEL, _mark(step, attempt, kept))
         mark = catalog.dir(step) / names.LABEL
         partial = mark.with_name(mark.name + names.PARTIAL)
-        durable.write_partial(partial, msgspec.json.encode(_Kept(label.name, label.is_latest)))
+        durable.write_partial(partial, msgspec.json.encode(kept))
         durable.publish(partial, mark)
 
 
@@ -57,12 +58,11 @@ def publish(catalog: Catalog, step: int, attempt: str, label: Label) -> None:
 
 
 def _publish(catalog: Catalog, step: int, attempt: str, kept: _Kept) -> None:
-    path = catalog.root / names.label_partial(step, attempt)
-    durable.publish(path, catalog.root / kept.name)
-    if kept.is_latest:
+    if kept.is_latest:  # first: what a crash prevents from here on, the next run finishes
         partial = catalog.root / (names.LATEST + names.PARTIAL)
         durable.write_partial(partial, kept.name.encode())
         durable.publish(partial, catalog.root / names.LATEST)
+    durable.publish(catalog.root / names.label_partial(step, attempt), catalog.root / kept.name)
 
 
 def discard(catalog: Catalog, step: int, attempt: str) -> None:
@@ -88,16 +88,25 @@ def finish(catalog: Catalog, attempt: str) -> None:
             discard(catalog, step, its_attempt)
 
 
-def abandoned(catalog: Catalog) -> list[int]:
-    """Checkpoints that had a label whose directory is gone: somebody has removed them that way."""
-    found = []
-    for step in catalog.steps():
-        kept = _kept(catalog, step)
-        if kept is not None and not os.path.lexists(catalog.root / kept.name):
-            partial = catalog.root / names.label_partial(step, _attempt_of(catalog, step))
-            if not os.path.lexists(partial):
-                found.append(step)
-    return found
+def remove(catalog: Catalog, step: int) -> None:
+    """The step's label goes with it, before its manifest; best effort.
+
+    Only the directory that was made for it: one of the same name that somebody has put there stays.
+    """
+    kept = _kept(catalog, step)
+    if kept is not None:
+        path = catalog.root / kept.name
+        try:
+            mark = durable.read_small(path / names.LABEL, limits.MAX_FAILURE_BYTES)
+        except OSError:
+            return
+        if mark == _mark(step, _attempt_of(catalog, step), kept):
+            with contextlib.suppress(OSError):
+                durable.remove_whole(path)
+
+
+def _mark(step: int, attempt: str, kept: _Kept) -> bytes:
+    return msgspec.json.encode({"step": step, "attempt": attempt, "name": kept.name, "is_latest": kept.is_latest})
 
 
 def _kept(catalog: Catalog, step: int) -> _Kept | None:

@@ -232,7 +232,7 @@ class Keeper:
         else:
             committed_s = time.monotonic()
             self._note("")
-            self._prune(flush.begin.step, flush.begin.label is not None)
+            self._prune(flush.begin.step)
             self._tell(messages.Committed(save, committed_s))  # only now: who has waited sees what the policy keeps
         flush.close()
         del self._flushes[save]
@@ -266,14 +266,11 @@ class Keeper:
                 self._pruner.tidy()
         return self._pruner.has_work
 
-    def _prune(self, step: int, has_label: bool) -> None:
+    def _prune(self, step: int) -> None:
         complete_step = None if self._catalog.rank is None else self._complete_step
         try:
             with self._tidying:
                 self._pruner.committed(step, complete_step)
-                if has_label and self._pruner.decides:
-                    for each in labels.abandoned(self._catalog):
-                        self._pruner.remove_checkpoint(each)
                 if self._met_others:
                     self._met_others = sweep(self._catalog, self._terms.attempt, "nothing")
         except (OSError, StillframeError) as error:

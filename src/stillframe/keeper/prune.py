@@ -26,6 +26,7 @@ from stillframe.errors import StillframeError
 from stillframe.format import limits, names
 from stillframe.format.names import RankFile
 from stillframe.format.records import decode_manifest
+from stillframe.keeper import labels
 from stillframe.keeper.lock import NO_LOCKS, Life, is_held, life_of
 from stillframe.retention import Keep
 from stillframe.storage import durable
@@ -61,19 +62,19 @@ class Pruner:
     @property
     def has_work(self) -> bool:
         """Something is to go that has to wait for another rank."""
-        if self.decides:
+        if self._decides:
             return bool(self._left)
         return self._keep != Keep() and bool(self._own - self._keep.keeps(self._own))
 
     def tidy(self) -> None:
         """Remove what has waited for other ranks; raises ``OSError``."""
-        if self.decides:
+        if self._decides:
             self._remove_left()
         else:
             self._remove_own()
 
     @property
-    def decides(self) -> bool:
+    def _decides(self) -> bool:
         return self._rank == 0 or self._catalog.rank is not None
 
     def begun(self, step: int) -> None:
@@ -89,7 +90,7 @@ class Pruner:
         self._own.add(step)
         self._newest = step
         if self._keep != Keep():
-            if self.decides:
+            if self._decides:
                 self._prune(complete_step)
             else:
                 self._remove_own()
@@ -172,6 +173,7 @@ class Pruner:
         with _exclusive(self._catalog.manifest_path(step)) as is_free:
             if not is_free:
                 return
+            labels.remove(self._catalog, step)
             is_ours = step in self._own and self._catalog.rank is None and not self._is_alone
             if is_ours:
                 durable.publish(self._catalog.manifest_path(step), path / names.pruned_manifest())

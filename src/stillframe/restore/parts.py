@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
@@ -12,19 +11,8 @@ import torch
 
 from stillframe.catalog import Catalog
 from stillframe.errors import ConfigError
-from stillframe.format.tree import (
-    ArrayNode,
-    DictNode,
-    LeafNode,
-    ListNode,
-    Node,
-    ObjectNode,
-    ShardedNode,
-    TensorNode,
-    TupleNode,
-    ValueNode,
-)
-from stillframe.restore.build import Builder
+from stillframe.format.tree import ArrayNode, LeafNode, Node, Path, ShardedNode, TensorNode
+from stillframe.restore.build import Builder, Later
 from stillframe.restore.place import Placement, StoredTensor
 from stillframe.restore.stored import Stored
 from stillframe.stage.spread import Box
@@ -45,11 +33,12 @@ class PartReader:
             self.step = self._checkpoint.step
             self._stored = Stored(self._checkpoint, rank, is_merged=True)
             self._placement = Placement(self._stored)
-            self._builder = Builder(self._stored, self._placement)
-            self._nodes: dict[int, StoredTensor] = {}
-            later = self._outline(self._stored.tree)
+            outline = _Outline(self._stored, self._placement)
+            later = outline.build(self._stored.tree)
+            assert later is not None  # only= is not used here
             self._placement.fill()
             self.outline: Any = later()
+            self._nodes = outline.nodes
             self._placement = Placement(self._stored)
         except BaseException:
             self.close()
@@ -92,27 +81,21 @@ class PartReader:
             raise ConfigError("that is no tensor of this reader's outline")
         return node
 
-    def _outline(self, node: Node) -> Callable[[], Any]:
-        """Gives its value once the arrays and registered leaves in it are read."""
+
+class _Outline(Builder):
+    """Gives tensors without data, and knows which is which; arrays and registered leaves are read."""
+
+    def __init__(self, stored: Stored, placement: Placement) -> None:
+        super().__init__(stored, placement)
+        self.nodes: dict[int, StoredTensor] = {}
+        self._real = Builder(stored, placement)
+
+    def build(self, node: Node, path: Path = ()) -> Later | None:
+        if isinstance(node, LeafNode | ArrayNode):
+            return self._real.build(node, path)
         if isinstance(node, TensorNode | ShardedNode):
             dtype, shape = self._placement.form(node)
             tensor = torch.empty(shape, dtype=dtype, device="meta")
-            self._nodes[id(tensor)] = node
+            self.nodes[id(tensor)] = node
             return lambda: tensor
-        if isinstance(node, ObjectNode):
-            return self._outline(node.item)
-        if isinstance(node, DictNode):
-            items = [self._outline(item) for item in node.items]
-            keys = self._builder.keys(node)
-            made = OrderedDict if node.is_ordered else dict
-            return lambda: made((key, item()) for key, item in zip(keys, items, strict=True))
-        if isinstance(node, ListNode):
-            rows = [self._outline(item) for item in node.items]
-            return lambda: [row() for row in rows]
-        if isinstance(node, TupleNode):
-            rows = [self._outline(item) for item in node.items]
-            return lambda: tuple(row() for row in rows)
-        assert isinstance(node, ArrayNode | LeafNode | ValueNode)
-        later = self._builder.build(node)
-        assert later is not None
-        return later
+        return super().build(node, path)

@@ -246,12 +246,12 @@ class Walk:
 
 
 def storable(value: Any) -> bool:
-    """Whether a value can stand in a state: it comes back as it was."""
+    """Whether a value comes back as it was, without a live object to put it into."""
     try:
-        Walk(value)
+        walk = Walk(value)
     except UnsupportedStateError:
         return False
-    return True
+    return not walk.parts and all(token[0] != _OBJECT for token in walk.tokens)
 
 
 def is_stateful(node: object) -> bool:

@@ -1,0 +1,85 @@
+"""Python objects in other people's dicts: those that come back exactly, and those that only pickle can hold.
+
+The latter are marked records, bytes in a tensor of their own, and nothing here reads them unless it is told to.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import functools
+import pickle
+import types
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from stillframe import register_leaf, storable
+from stillframe.errors import UnsupportedStateError
+
+_Path = tuple[Any, ...]
+
+
+class Pickled:
+    """The marked record of something that only pickle can hold; ``kind`` is its type, for people to read."""
+
+    def __init__(self, data: bytes, kind: str) -> None:
+        self.data, self.kind = data, kind
+
+
+def to_leaf(path: _Path, value: Any, allow_pickle: bool, how: str) -> Any:
+    """What stands for a value in a state.  ``how`` says how to allow it.
+
+    Raises: :class:`UnsupportedStateError`, with path and type.
+    """
+    if storable(value):
+        return copy.deepcopy(value)
+    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    if not allow_pickle:
+        raise UnsupportedStateError(
+            f"{_text(path)} is a {kind}, which only pickle can hold: leave it out, or {how} "
+            "(loading the checkpoint will then run code from it)"
+        )
+    return Pickled(pickle.dumps(value), kind)
+
+
+def from_leaves(node: Any, device: torch.device, allow_pickle: bool, how: str, path: _Path = ()) -> Any:
+    """The same nesting with every :class:`Pickled` as what it was, and tensors there.  Raises: as :func:`to_leaf`."""
+    if isinstance(node, torch.Tensor):
+        return node.to(device)
+    if isinstance(node, dict):
+        items = [(key, from_leaves(item, device, allow_pickle, how, (*path, key))) for key, item in node.items()]
+        return type(node)(items)
+    if type(node) in (list, tuple):
+        return type(node)(from_leaves(item, device, allow_pickle, how, (*path, at)) for at, item in enumerate(node))
+    if not isinstance(node, Pickled):
+        return node
+    if not allow_pickle:
+        raise UnsupportedStateError(f"{_text(path)} is a {node.kind} that was pickled: to run its code, {how}")
+    return pickle.loads(node.data)
+
+
+def register_attributes(kind: type, name: str) -> None:
+    """Store instances of a class as their attributes."""
+    register_leaf(kind, name, lambda value: dict(vars(value)), functools.partial(_with, kind))
+
+
+def _with(kind: Any, attributes: Mapping[str, Any]) -> Any:
+    made = kind.__new__(kind)
+    vars(made).update(attributes)
+    return made
+
+
+def _text(path: _Path) -> str:
+    return "/".join(map(str, path))
+
+
+register_attributes(argparse.Namespace, "namespace.Namespace")
+register_attributes(types.SimpleNamespace, "namespace.SimpleNamespace")
+register_leaf(
+    Pickled,
+    "pickle",
+    lambda value: [torch.frombuffer(bytearray(value.data), dtype=torch.uint8), value.kind],
+    lambda parts: Pickled(parts[0].numpy().tobytes(), parts[1]),
+)

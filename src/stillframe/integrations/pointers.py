@@ -1,0 +1,54 @@
+"""The files of a tag that DeepSpeed looks for: they say where their content lies.
+
+Before that stands a pickle that tells whoever reads it with ``torch.load`` what to do.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+from stillframe.errors import FormatError, NotFoundError
+
+_MAX_BYTES = 4096
+
+
+class _Elsewhere:
+    def __reduce__(self) -> Any:
+        return only_through_stillframe, ()
+
+
+def only_through_stillframe() -> None:
+    """What ``torch.load`` calls."""
+    raise FormatError(
+        "this file belongs to a checkpoint of stillframe: put "
+        '"datastates_ckpt": {} into the DeepSpeed config and call stillframe.integrations.deepspeed.install(), or '
+        "write DeepSpeed's own files with stillframe.integrations.deepspeed.export(save_dir, tag, to)"
+    )
+
+
+def pointer(step: int, rank: int) -> bytes:
+    where = json.dumps({"stillframe": 1, "step": step, "rank": rank})
+    return pickle.dumps(_Elsewhere()) + b"\n" + where.encode()
+
+
+def follow(path: str) -> tuple[int, int]:
+    """Step and rank of a file.  Raises: :class:`NotFoundError`; :class:`FormatError`."""
+    file = Path(path)
+    try:
+        data = file.read_bytes() if file.stat().st_size <= _MAX_BYTES else b""
+    except OSError as error:
+        raise NotFoundError(f"{path}: {error.strerror}; is a rank's file missing?") from error
+    try:
+        where = json.loads(data.rpartition(b"\n")[2])
+        return int(where["step"]), int(where["rank"])
+    except (ValueError, TypeError, LookupError):
+        is_ours = b"only_through_stillframe" in data
+        raise FormatError(
+            f"{path} is damaged"
+            if is_ours
+            else f"{path} was not written by stillframe; if it is DeepSpeed's own, load it once without "
+            '"datastates_ckpt" in the config, and save it with it'
+        ) from None

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from stillframe.catalog import Catalog, Checkpoint
     from stillframe.checkpointer import Checkpointer
     from stillframe.format.leaves import register_leaf
+    from stillframe.format.values import ELSEWHERE
     from stillframe.model import Label, Progress, RestoreReport, Stats, Times
     from stillframe.restore.load import load
     from stillframe.restore.parts import PartReader
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "ELSEWHERE",
     "RNG",
     "BusyError",
     "Catalog",
@@ -95,6 +97,7 @@ __all__ = [
 _HOMES = {
     "Catalog": "catalog",
     "Checkpoint": "catalog",
+    "ELSEWHERE": "format.values",
     "Checkpointer": "checkpointer",
     "KeepEvery": "retention",
     "KeepLast": "retention",

@@ -47,10 +47,12 @@ class Label:
 
 def check_label_name(name: object) -> None:
     """Raises :class:`ConfigError` if it is no plain name of a file, or one that stillframe uses itself."""
-    is_plain = isinstance(name, str) and bool(re.fullmatch(r"[^/\0]{1,200}", name)) and not name.startswith(".")
+    is_plain = isinstance(name, str) and bool(re.fullmatch(r"[^/\x00-\x1f\x7f]{1,200}", name)) and name[0] != "."
     own = r"step-\d{12}|rank-\d{5}\.\w+|label-\d{12}-\w{8}\.partial|events|latest(\.partial)?|label\.json(\.partial)?"
     if not is_plain or re.fullmatch(own, str(name)):
-        raise ConfigError(f"{name!r} cannot be a label: give a plain name, without '/', that is not stillframe's own")
+        raise ConfigError(
+            f"{name!r} cannot name a label or tag: give a plain name, without '/', that is not stillframe's own"
+        )
 
 
 def check_step(step: object) -> int:

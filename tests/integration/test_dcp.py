@@ -104,6 +104,12 @@ def test_steps_are_numbered_or_named(tmp_path: Path) -> None:
     fails(lambda: dcp.save({"n": 1}, storage_writer=Writer(tmp_path, step=40)), "step 40 is already a checkpoint")
 
 
+def test_retention(tmp_path: Path) -> None:
+    for n in range(4):
+        dcp.save({"n": n}, storage_writer=Writer(tmp_path, keep=stillframe.KeepLast(2)))
+    assert stillframe.Catalog(tmp_path).steps() == [2, 3]
+
+
 def test_a_lazy_save_returns_at_once_and_holds_back_the_update_only(tmp_path: Path) -> None:
     model, optimizer = trained()
     writer = Writer(tmp_path)
@@ -151,7 +157,7 @@ def test_a_lazy_save_that_cannot_be_planned_says_so_and_training_goes_on(tmp_pat
     dcp.save({"model": model}, storage_writer=writer)
     response = dcp.async_save({"model": model}, storage_writer=writer, async_stager=stager)
     response.upload_completion.result(20)
-    assert stillframe.Catalog(tmp_path).steps() == [0, 1]
+    assert len(stillframe.Catalog(tmp_path).steps()) == 2
 
 
 def test_a_lazy_save_to_another_place_than_its_stager_knew_is_as_safe(tmp_path: Path) -> None:
@@ -237,3 +243,39 @@ def test_what_cannot_be_read_says_what_it_is(tmp_path: Path, what: str) -> None:
 
 def test_ranks_save_together_or_not_at_all(tmp_path: Path) -> None:
     fails(lambda: dcp.save({"n": 1}, storage_writer=Writer(tmp_path), use_collectives=False), "use_collectives=False")
+
+
+def test_a_lazy_save_that_never_begins_does_not_stop_training(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    staged = Stager(Writer(tmp_path)).stage({"model": model.state_dict()})
+    del staged  # as when Ctrl-C comes before DCP's thread
+    update(model, optimizer)
+    dcp.save({"model": model}, storage_writer=Writer(tmp_path))
+
+
+def test_two_saves_of_one_writer_do_not_take_one_another_for_theirs(tmp_path: Path) -> None:
+    class Slow(dcp.DefaultSavePlanner):  # type: ignore[misc]
+        def create_local_plan(self) -> Any:
+            time.sleep(0.5)
+            return super().create_local_plan()
+
+    model, optimizer = trained()
+    expected = model.state_dict()["0.weight"].clone()
+    writer = Writer(tmp_path)
+    response = dcp.async_save({"model": model}, storage_writer=writer, async_stager=Stager(writer), planner=Slow())
+    dcp.save({"model": model}, storage_writer=writer)
+    update(model, optimizer)
+    response.upload_completion.result(20)
+    for step in stillframe.Catalog(tmp_path).steps():
+        assert torch.equal(stillframe.load(tmp_path, step)["model"]["0.weight"], expected), step
+
+
+def test_a_writer_lets_go_of_its_root(tmp_path: Path) -> None:
+    writer = Writer(tmp_path)
+    dcp.save({"n": 1}, storage_writer=writer)
+    writer.close()
+    writer.close()
+    with stillframe.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(5, {"n": 2})
+    dcp.save({"n": 3}, storage_writer=writer)
+    assert stillframe.Catalog(tmp_path).steps() == [0, 5, 6]

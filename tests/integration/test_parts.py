@@ -167,7 +167,7 @@ def test_most_names_can_be_labels(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["", "a/b", "..", ".x", "step-000000000001", "latest", "events", "rank-00000.lock", 5])
 def test_a_label_is_a_plain_name(name: object) -> None:
-    with pytest.raises(ConfigError, match="cannot be a label"):
+    with pytest.raises(ConfigError, match="cannot name a label"):
         Label(name)  # type: ignore[arg-type]
 
 

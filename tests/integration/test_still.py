@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import torch
@@ -99,3 +100,22 @@ def test_a_dict_with_keys_of_its_own_kind_is_a_leaf() -> None:
 
     Still().state({"a": {torch.float32: torch.ones(2)}, "b": {1: 2}}, leaf)
     assert seen == [("a",), ("b", 1)]
+
+
+def test_frozen_parameters_and_neighbours_in_memory_are_copied() -> None:
+    big = torch.zeros(100)
+    model = torch.nn.Module()
+    model.even = torch.nn.Parameter(big[::2])
+    model.frozen = torch.nn.Parameter(torch.zeros(5), requires_grad=False)
+    model.register_buffer("odd", big[1:-1:2])
+    still = Still().state(dict(model.state_dict()))
+    big += 1
+    with torch.no_grad():
+        model.frozen.add_(1)
+    assert float(still["odd"].max()) == 0
+    assert float(still["frozen"].max()) == 0
+
+
+def test_what_cannot_be_copied_is_left_for_others_to_refuse() -> None:
+    lock = threading.Lock()
+    assert Still().state({"x": lock})["x"] is lock

@@ -153,6 +153,24 @@ def write(root: Path) -> None:
     dcp.load(got, storage_reader=Reader(own), no_dist=True)
     same(got, alone)
 
+    # DCP spreads the items of a list over the ranks.
+    rows = [torch.full((4,), float(n)) for n in range(5)] + [7]
+    dcp.save({"ema": rows, "pairs": [{"a": torch.ones(3)}, [torch.zeros(2)]]}, storage_writer=Writer(root / "lists"))
+    new: dict[str, Any] = {
+        "ema": [torch.zeros(4) for _ in range(5)] + [0],
+        "pairs": [{"a": torch.zeros(3)}, [torch.ones(2)]],
+    }
+    dcp.load(new, storage_reader=Reader(root / "lists"))
+    same(new["ema"], rows)
+    for found in (stillframe.load(root / "lists"), new):
+        same(found["ema"], rows)
+        same(found["pairs"], [{"a": torch.ones(3)}, [torch.zeros(2)]])
+    Writer(root / "lists").close()
+    into = [torch.zeros(4) for _ in range(5)] + [0]
+    with stillframe.Checkpointer(root / "lists") as checkpointer:
+        checkpointer.restore({"ema": into, "pairs": [{"a": torch.zeros(3)}, [torch.ones(2)]]})
+    same(into, rows)
+
     # What cannot be stored fails on every rank, by name, and leaves what was there.
     try:
         dcp.save({"model": model.state_dict(), "odd": {"x": object()}}, storage_writer=Writer(root / "sync"))

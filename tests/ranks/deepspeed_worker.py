@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import copy
 import enum
+import functools
 import logging
 import os
 import signal
@@ -234,8 +235,17 @@ def choices(root: Path) -> None:
     fails(lambda: engine.save_checkpoint(str(where), "first"), "ExistsError", "'first'", "choose another")
     fails(lambda: engine.save_checkpoint(str(where), "a/b"), "ConfigError", "a/b")
     engine.destroy()
-    if dist.get_rank() == 0:
-        print("steps", stillframe.Catalog(where).steps())  # noqa: T201
+    engine = build(config(1, "bf16", datastates_ckpt={"keep_last": 2}))
+    for step in range(4):
+        update(engine, step)
+        engine.save_checkpoint(str(root / "few"))
+    engine.destroy()
+    engine.checkpoint_engine.cleanup()
+    tags = sorted(path.parent.name for path in (root / "few").glob("*/mp_rank_00_model_states.pt"))
+    assert tags == ["global_step3", "global_step4"], tags
+    for wrong in ({"host_cache_size": -1}, {"keep_last": True}, {"host_cache": 1}, {"allow_pickle": "yes"}):
+        settings = config(1, "bf16", datastates_ckpt=wrong)
+        fails(functools.partial(build, settings), "datastates_ckpt", "give")
 
 
 def strangers(root: Path) -> None:

@@ -40,6 +40,27 @@ _encoders: dict[type, tuple[str, _Encoder]] = {}
 _decoders: dict[str, _Decoder] = {}
 
 
+class Elsewhere:
+    """Stands in a list of a state for an item that another rank gives."""
+
+    def __repr__(self) -> str:
+        return "ELSEWHERE"
+
+    def __copy__(self) -> Elsewhere:
+        return self
+
+    def __deepcopy__(self, _memo: object) -> Elsewhere:
+        return self
+
+
+ELSEWHERE = Elsewhere()
+
+
+def is_elsewhere(data: Any) -> bool:
+    """Of an encoded value."""
+    return isinstance(data, dict) and data.get(TAG) == "elsewhere"
+
+
 def register_value(kind: type, tag: str, encode: _Encoder, decode: _Decoder) -> None:
     """Add a built-in value type (stillframe's own use; users have ``register_leaf``)."""
     _encoders[kind] = (tag, encode)
@@ -220,6 +241,7 @@ def _decode_items(data: dict[str, Any]) -> list[Any]:
     return [_decode(item) for item in items]
 
 
+register_value(Elsewhere, "elsewhere", lambda _value: {}, lambda _data: ELSEWHERE)
 register_value(bytes, "bytes", lambda value: {"data": _to_base64(value)}, lambda data: _from_base64(data["data"]))
 register_value(
     bytearray,

@@ -41,10 +41,10 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 
-from stillframe import Part, PartReader, register_leaf
+from stillframe import ELSEWHERE, Part, PartReader, register_leaf
 from stillframe.errors import ConfigError, StateError, UnsupportedStateError
 from stillframe.integrations.lazy import Stager, take_staging
-from stillframe.integrations.runs import open_run, seat
+from stillframe.integrations.runs import close_run, open_run, seat
 
 __all__ = ["Reader", "Stager", "Writer"]
 
@@ -95,8 +95,19 @@ class Writer(_Place, StorageWriter):
     """Writes to the stillframe root ``path``: each save is its next step, or ``step``.
 
     A save has succeeded when it is a checkpoint: every rank's bytes durable, the manifest published.  What pickle alone
-    could hold is refused, with its path.  All ranks save together, or each alone (``no_dist=True``).
+    could hold is refused, with its path.  All ranks save together, or each alone (``no_dist=True``).  ``keep``:
+    retention, such as ``KeepLast(3)``.
+
+    Ranks count the steps each for itself: saves of DCP's own stagers that overlap need a ``step``.
     """
+
+    def __init__(self, path: _PathLike, *, step: int | None = None, keep: Any = None) -> None:
+        super().__init__(path, step=step)
+        self.keep = keep
+
+    def close(self) -> None:
+        """Let go of the root, which stays open between saves; may be called again."""
+        close_run(self.path)
 
     def storage_meta(self) -> StorageMeta:
         return StorageMeta(checkpoint_id=self.path)
@@ -117,8 +128,10 @@ class Writer(_Place, StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
         staging = take_staging()
         try:
-            run = open_run(self.path, *plan.storage_data)
-            save = run.checkpointer.save(run.take_step(self.step), _state(plan, planner))
+            rank, world_size = plan.storage_data
+            run = open_run(self.path, rank, world_size, keep=self.keep)
+            step = staging.step if staging is not None and staging.is_of(run) else run.take_step(self.step)
+            save = run.checkpointer.save(step, _state(plan, planner))
         except BaseException as error:
             if staging is not None:
                 staging.failed(error)
@@ -213,7 +226,26 @@ def _state(plan: SavePlan, planner: SavePlanner) -> dict[str, Any]:
             raise UnsupportedStateError(f"{name!r} lies on one rank in several pieces: give it as a DTensor")
         flat[name] = _bytes(item, planner) if item.type is WriteItemType.BYTE_IO else _tensor(item, planner)
     paths = plan.planner_data if isinstance(plan.planner_data, dict) else {}
-    return dict(_nested_dict.unflatten_state_dict(flat, {name: paths.get(name, (name,)) for name in flat}))
+    _, world_size = plan.storage_data
+    nest = _Nest()
+    for name, value in flat.items():
+        at = nest
+        *above, last = paths.get(name, (name,))
+        for key in above:
+            at = at.setdefault(key, _Nest())
+        at[last] = value
+    return dict(nest.unfolded(has_gaps=world_size > 1))
+
+
+class _Nest(dict[Any, Any]):
+    """A dict or a list in the making: DCP makes text of all keys but a list's indexes."""
+
+    def unfolded(self, has_gaps: bool) -> Any:
+        """``has_gaps``: other ranks may have items of the same lists."""
+        items = {key: value.unfolded(has_gaps) if isinstance(value, _Nest) else value for key, value in self.items()}
+        if not items or not all(isinstance(key, int) for key in items):
+            return items
+        return [items.get(at, ELSEWHERE) for at in range(max(items) + 1 + has_gaps)]
 
 
 def _tensor(item: WriteItem, planner: SavePlanner) -> torch.Tensor | Part:

@@ -6,8 +6,8 @@ DeepSpeed has a place for the engine of the paper that stillframe realises; this
 stillframe root, each tag a step of it.  ``<save_dir>/<tag>`` and ``latest`` appear when the step is committed; the
 files in it that DeepSpeed looks for say where their content lies.
 
-The config: ``host_cache_size`` in GiB (0: as much as one save takes); ``allow_pickle``: store, and load, what only
-pickle can hold.  Loading such a checkpoint runs code from it.
+The config: ``host_cache_size`` in GiB (0: as much as one save takes); ``keep_last``: how many tags stay (0: all);
+``allow_pickle``: store, and load, what only pickle can hold.  Loading such a checkpoint runs code from it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from stillframe.convert.objects import write_object, write_objects
 from stillframe.errors import BusyError, ConfigError, ExistsError, NotFoundError, StateError, StillframeError
 from stillframe.integrations.pickled import from_leaves, register_attributes, to_leaf
 from stillframe.integrations.pointers import follow, pointer
-from stillframe.integrations.runs import open_run, seat
+from stillframe.integrations.runs import Run, open_run, seat
 
 logger = logging.getLogger("stillframe")
 
@@ -46,19 +46,18 @@ class CheckpointEngine:
 
     def __init__(self, deepspeed_config: Any, rank: int) -> None:
         config = deepspeed_config.datastates_config.config
-        config = dict(config) if isinstance(config, dict) else {}
-        size, self._allow_pickle = config.pop("host_cache_size", 0), config.pop("allow_pickle", False)
-        if config or isinstance(size, bool) or not isinstance(size, int | float) or size < 0:
-            raise ConfigError(
-                f'"{_KEY}": {{"host_cache_size": GiB, "allow_pickle": false}} is all there is, not {config or size!r}'
-            )
-        if not isinstance(self._allow_pickle, bool):
-            raise ConfigError(f'"{_KEY}": "allow_pickle" is true or false, not {self._allow_pickle!r}')
+        known = {"host_cache_size": 0, "keep_last": 0, "allow_pickle": False}
+        given = {**known, **(config if isinstance(config, dict) else {})}
+        size, count, self._allow_pickle = (given[name] for name in known)
+        is_right = type(size) in (int, float) and size >= 0 and type(count) is int and count >= 0
+        if not is_right or not isinstance(self._allow_pickle, bool) or given.keys() != known.keys():
+            raise ConfigError(f'"{_KEY}": {config!r}: give "host_cache_size" (GiB), "keep_last", "allow_pickle"')
         if getattr(deepspeed_config, "use_node_local_storage", False):
             raise ConfigError('"use_node_local_storage": stillframe needs a save_dir that all ranks see')
-        self._arena: int | str = int(size * 2**30) or "auto"
+        self._how: Any = int(size * 2**30) or "auto", stillframe.KeepLast(count) if count else None
         self._info: Any = None
         self._files: dict[str, Any] = {}
+        self._run: Run | None = None
         self._saves: dict[str, stillframe.Save] = {}
         """Those that nobody has been told of yet, by their directory."""
 
@@ -90,14 +89,16 @@ class CheckpointEngine:
         info, files = self._info, self._files
         self.drop()
         directory = os.path.abspath(os.path.join(info.save_dir, info.tag))
-        run = open_run(info.save_dir, *seat(), self._arena)
+        run = self._run = open_run(info.save_dir, *seat(), *self._how)
         run.checkpointer.fence()  # the copies of the state before have been copied away
         step = run.take_step(least=_number(info.tag))
         with _together():
             self._tell_failure()
-            if directory in self._saves or os.path.lexists(directory):
-                raise ExistsError(f"the tag {info.tag!r} exists: choose another, or remove {directory} first")
             label = stillframe.Label(info.tag, tuple(files), pointer(step, run.seat[0]), bool(info.save_latest))
+            if directory in self._saves or os.path.lexists(directory):
+                raise ExistsError(
+                    f"the tag {info.tag!r} exists, or is being saved: choose another, or remove {directory}"
+                )
             state = {"tag": info.tag, _FILES: run.still.state(files, self._leaf)}
         with _together():  # of its own: a rank that saved would wait for the commit of one that could not even try
             save = run.checkpointer.save(step, state, label=label)
@@ -129,6 +130,11 @@ class CheckpointEngine:
                 save.wait("committed" if persist else "staged")
         self._tell_failure()
 
+    def fence(self) -> None:
+        """Before an update, and earlier than the optimizer's own hook: DeepSpeed may change its state before."""
+        if self._run is not None:
+            self._run.checkpointer.fence()
+
     def settle(self, directory: str) -> None:
         """Before a load: what was saved there, also by a run that was just killed, is there, on every rank."""
         try:
@@ -139,7 +145,7 @@ class CheckpointEngine:
         dist.broadcast_object_list(is_root)
         if is_root[0]:
             with contextlib.suppress(BusyError):  # another run trains there: its keepers are alive, and publish
-                open_run(directory, *seat(), self._arena)
+                open_run(directory, *seat(), *self._how)
         dist.barrier()
 
 
@@ -237,6 +243,10 @@ def _wrapper(base: Any) -> Any:
         def makedirs(self, path: str, exist_ok: bool = False) -> None:
             if not self.ckpt_engine.is_of_tag(path):  # a tag's directory appears when it is committed
                 super().makedirs(path, exist_ok=exist_ok)
+
+        def get_commit_info(self) -> None:
+            """DeepSpeed asks right before an update."""
+            self.ckpt_engine.fence()
 
         def commit(self, info: Any) -> bool:
             self.ckpt_engine.drop()  # only save_16bit_model comes here, and has written its file

@@ -37,10 +37,9 @@ class Stager:
         return False
 
     def stage(self, state_dict: dict[str, Any]) -> Future[dict[str, Any]]:
-        run = open_run(self._writer.path, *seat())
+        run = open_run(self._writer.path, *seat(), keep=self._writer.keep)
         run.checkpointer.fence()  # the copies of the state before have been copied away
-        run.last_lazy = Staging(run, Live(run.still.state(state_dict)), run.last_lazy)
-        return run.last_lazy  # type: ignore[no-any-return]
+        return Staging(run, Live(run.still.state(state_dict)), self._writer.step)
 
     def synchronize_staging(self) -> None:
         """Nothing to do: the fence synchronizes."""
@@ -62,16 +61,18 @@ class Live(dict[str, Any]):
 class Staging(Future[dict[str, Any]]):
     """Done when everything is copied; but ``result`` gives the state from the beginning, since it stands still.
 
-    If DCP fails before it calls the writer, only the end of its thread tells, and must, or the next update would wait
-    forever.
+    If DCP fails before it calls the writer, only the end of its thread tells, or, if it never took the state, the end
+    of this object; one of them must, or the next update would wait forever.
     """
 
-    def __init__(self, run: Run, live: Live, previous: Staging | None) -> None:
+    def __init__(self, run: Run, live: Live, step: int | None) -> None:
         super().__init__()
+        self.step = run.take_step(step)  # here, on the training thread, all ranks count alike
         self._run = run
         self._live = live
-        self._previous = previous
+        self._before = list(run.lazy)
         self._ended = threading.Event()
+        run.lazy.add(self._ended)
         self._release = run.checkpointer.hold()
 
     def result(self, timeout: float | None = None) -> dict[str, Any]:
@@ -79,14 +80,16 @@ class Staging(Future[dict[str, Any]]):
             return super().result(timeout)
         _thread.end = _End(self)
         _thread.staging = self
-        if self._previous is not None:
-            self._previous._ended.wait()
-            self._previous = None
+        for each in self._before:
+            each.wait()
         return self._live
 
     def done(self) -> bool:
         """Never: DCP takes a future that is done for one that succeeded.  Its callbacks are called in any case."""
         return False
+
+    def is_of(self, run: Run) -> bool:
+        return run is self._run
 
     @property
     def is_over(self) -> bool:
@@ -94,7 +97,7 @@ class Staging(Future[dict[str, Any]]):
 
     def requested(self, save: Save, run: Run) -> None:
         """Blocks until it is staged; raises if it will not be."""
-        if run is self._run:
+        if self.is_of(run):
             self._release()  # from here on its fence knows of the save itself
         try:
             save.wait("staged")
@@ -110,8 +113,14 @@ class Staging(Future[dict[str, Any]]):
             self.set_exception(error)
 
     def ended(self) -> None:
+        """May be called again."""
         self.failed(StateError("it ended before anything was copied; upload_completion says why"))
+        self._run.lazy.discard(self._ended)
         self._ended.set()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_release"):
+            self.ended()
 
 
 def take_staging() -> Staging | None:

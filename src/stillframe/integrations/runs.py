@@ -15,15 +15,15 @@ from stillframe.integrations.still import Still
 class Run:
     """A root that is open for saving.  Thread: any."""
 
-    def __init__(self, root: str, rank: int, world_size: int, arena: int | str) -> None:
+    def __init__(self, root: str, rank: int, world_size: int, arena: int | str, keep: Any) -> None:
         self.root, self.seat = root, (rank, world_size)
         # "warn": whoever asked for the save waits for it, and is told.
         self.checkpointer = stillframe.Checkpointer(
-            root, arena=arena, rank=rank, world_size=world_size, on_error="warn", shared=True
+            root, arena=arena, keep=keep, rank=rank, world_size=world_size, on_error="warn", shared=True
         )
         self.still = Still()
-        self.last_lazy: Any = None
-        """The lazy save that the next one has to wait for."""
+        self.lazy: set[threading.Event] = set()
+        """Lazy saves under way, each as what is set at its end: the run stays, and the next one waits for them."""
         self._taking = threading.Lock()
         try:
             self._next_step = self.checkpointer.next_step()
@@ -50,7 +50,13 @@ def seat() -> tuple[int, int]:
     return (dist.get_rank(), dist.get_world_size()) if dist.is_available() and dist.is_initialized() else (0, 1)
 
 
-def open_run(root: str | os.PathLike[str], rank: int, world_size: int, arena: int | str = "auto") -> Run:
+def open_run(
+    root: str | os.PathLike[str],
+    rank: int,
+    world_size: int,
+    arena: int | str = "auto",
+    keep: Any = None,
+) -> Run:
     """The run that saves to this root.
 
     Another root's is finished first, since each holds memory for a whole state; but one that comes back (two models
@@ -68,9 +74,18 @@ def open_run(root: str | os.PathLike[str], rank: int, world_size: int, arena: in
             run.checkpointer.close()
             run = None
         if run is None:
-            while len(_runs) > (1 if path in _known else 0):
-                _runs.pop(next(iter(_runs))).checkpointer.close()
-            run = Run(path, rank, world_size, arena)
+            idle = [each for each in _runs.values() if not each.lazy]
+            for other in idle[: -1 if path in _known else None]:
+                _runs.pop(other.root).checkpointer.close()
+            run = Run(path, rank, world_size, arena, keep)
             _known.add(path)
         _runs[path] = run  # the last used comes last
         return run
+
+
+def close_run(root: str) -> None:
+    """Finish the run that saves to this root, if there is one."""
+    with _opening:
+        run = _runs.pop(root, None)
+        if run is not None and _owner == os.getpid():
+            run.checkpointer.close()

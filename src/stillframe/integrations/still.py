@@ -1,8 +1,8 @@
 """A state dict that stands still until the next update: live memory where that is safe, copies where it is not.
 
 A state dict does not say which of its tensors are buffers, which change in forward.  So memory counts as still only if
-a live parameter or a live optimizer owns it: that changes in the update, which the fence holds back.  All else is
-copied at once.
+a live optimizer owns it, or a live parameter that wants gradients: that changes in the update, which the fence holds
+back.  All else is copied at once, to the host: frozen parameters, too, since some models change them in forward.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Still:
         """Where no owner was found when all objects were last searched."""
         self._copies: dict[_Path, torch.Tensor] = {}
 
-    def state(self, state: Any, leaf: Callable[[_Path, Any], Any] = lambda _path, value: copy.deepcopy(value)) -> Any:
+    def state(self, state: Any, leaf: Callable[[_Path, Any], Any] | None = None) -> Any:
         """The same nesting of dicts, lists and tuples, with everything in it safe until the next update.
 
         ``leaf`` gives what stands for anything else than these and tensors, by its path.
@@ -45,7 +45,7 @@ class Still:
             self._owners = [weakref.ref(each) for each in _living(_OWNERS)]
             strange = self._strange = self._without_owner(tensors)
         self._copies = self._copied({path: tensors[path] for path in tensors if path in strange})
-        return _rebuilt(state, (), self._copies, leaf)
+        return _rebuilt(state, (), self._copies, leaf or _deep_copy)
 
     def _copied(self, tensors: dict[_Path, torch.Tensor]) -> dict[_Path, torch.Tensor]:
         """Each into the copy at its path if that fits and is not taken; what is tied is copied once."""
@@ -58,7 +58,7 @@ class Still:
                 if key not in tied:
                     into = self._copies.get(path)
                     is_fit = into is not None and id(into) not in taken and _is_alike(into, tensor)
-                    tied[key] = into.copy_(tensor) if is_fit and into is not None else tensor.detach().clone()
+                    tied[key] = into.copy_(tensor) if is_fit and into is not None else _copy_of(tensor)
                     taken.add(id(tied[key]))
                 copies[path] = tied[key]
         return copies
@@ -71,7 +71,7 @@ class Still:
         for reference in self._owners:
             owner = reference()
             if isinstance(owner, torch.nn.Module):
-                yield from (each for each in owner._parameters.values() if each is not None)
+                yield from (each for each in owner._parameters.values() if each is not None and each.requires_grad)
             elif owner is not None:
                 for group in owner.param_groups:
                     yield from group["params"]
@@ -87,7 +87,8 @@ class _Owned:
         found: dict[torch.device, set[tuple[int, int]]] = defaultdict(set)
         for tensor in tensors:
             device, start, end = _memory(tensor)
-            found[device].add((start, end))
+            if end - start == getattr(tensor, "_local_tensor", tensor).nbytes:  # else others' items may lie in between
+                found[device].add((start, end))
         self._extents = {device: sorted(extents) for device, extents in found.items()}
         self._reach: dict[torch.device, list[int]] = {}
         """How far what starts there or before reaches."""
@@ -134,14 +135,26 @@ def _identity(tensor: torch.Tensor) -> Any:
     return (*_memory(tensor), *form)
 
 
+def _copy_of(tensor: torch.Tensor) -> torch.Tensor:
+    is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
+    return tensor.detach().to("cpu", copy=True) if is_plain else tensor.detach().clone()
+
+
 def _is_alike(copy: torch.Tensor, tensor: torch.Tensor) -> bool:
     return (
         type(copy) is type(tensor.detach())
         and copy.layout is tensor.layout is torch.strided
-        and (copy.shape, copy.dtype, copy.device) == (tensor.shape, tensor.dtype, tensor.device)
+        and (copy.shape, copy.dtype) == (tensor.shape, tensor.dtype)
         and getattr(copy, "placements", None) == getattr(tensor, "placements", None)
         and getattr(copy, "device_mesh", None) == getattr(tensor, "device_mesh", None)
     )
+
+
+def _deep_copy(_path: _Path, value: Any) -> Any:
+    try:
+        return copy.deepcopy(value)
+    except Exception:
+        return value  # nothing that could be stored: who stores it says so, on every rank
 
 
 def _tensors(node: Any, path: _Path) -> Iterator[tuple[_Path, torch.Tensor]]:

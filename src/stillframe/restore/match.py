@@ -47,6 +47,10 @@ class Findings:
     unexpected: list[str] = field(default_factory=list)
     mismatched: list[str] = field(default_factory=list)
 
+    @property
+    def has_any(self) -> bool:
+        return bool(self.missing or self.unexpected or self.mismatched)
+
     def raise_if_any(self, step: int) -> None:
         parts = []
         for title, entries in (

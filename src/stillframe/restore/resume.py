@@ -185,7 +185,7 @@ class Resume:
             logger.info(
                 "step %d was saved by %d ranks, and is restored onto %d", step, world_size, self._group.world_size
             )
-        elif len(checkpoint.ranks) > 1 and (found.findings.missing or found.findings.unexpected):
+        elif len(checkpoint.ranks) > 1 and found.findings.has_any:
             found = Match(Stored(checkpoint, rank, is_merged=True), self._state)
         if self._strict:
             found.findings.raise_if_any(step)

@@ -16,6 +16,7 @@ import msgspec
 
 from stillframe.catalog import Checkpoint
 from stillframe.errors import FormatError
+from stillframe.format import values
 from stillframe.format.segment import Shard
 from stillframe.format.tree import (
     ArrayNode,
@@ -128,8 +129,11 @@ class Stored:
         return self._indexes[rank].get(tensor, [])
 
     def _joined(self, nodes: list[Node], path: Keys = ()) -> Node:
-        """One tree of several: dicts are joined, of everything else the first is taken."""
+        """One tree of several: dicts and lists are joined, of everything else the first is taken that is here."""
+        nodes = [node for node in nodes if not self._is_elsewhere(node)] or nodes
         first = nodes[0]
+        if isinstance(first, ListNode):
+            return self._joined_lists([node for node in nodes if isinstance(node, ListNode)], path)
         if isinstance(first, ObjectNode):
             items = [node.item for node in nodes if isinstance(node, ObjectNode)]
             return ObjectNode(first.type, self._joined(items, path))
@@ -146,6 +150,16 @@ class Stored:
         self.partial.update((*path, text) for text, found in items_of.items() if len(found) < len(dicts))
         joined = [self._joined(items_of[text], (*path, text)) for text in keys]
         return DictNode(list(keys.values()), joined, is_ordered=first.is_ordered)
+
+    def _joined_lists(self, lists: list[ListNode], path: Keys) -> Node:
+        length = max(len(each.items) for each in lists)
+        rows = [[each.items[at] for each in lists if at < len(each.items)] for at in range(length)]
+        while rows and all(map(self._is_elsewhere, rows[-1])):
+            rows.pop()  # only there to say that there may be more
+        return ListNode([self._joined(row, (*path, str(at))) for at, row in enumerate(rows)])
+
+    def _is_elsewhere(self, node: Node) -> bool:
+        return isinstance(node, ValueNode) and values.is_elsewhere(self.value(node))
 
 
 def _located(node: Node, rank: int) -> Node:

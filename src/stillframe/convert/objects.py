@@ -34,3 +34,12 @@ def write_objects(directory: str | os.PathLike[str], files: Mapping[str, Callabl
         durable.make_dir(partial)
         for name, value in files.items():
             torch.save(value(), partial / name)
+
+
+def write_text(path: str | os.PathLike[str], text: str) -> None:
+    """A small file, in the place of what was there; raises :class:`StorageError`."""
+    to = Path(path)
+    partial = to.with_name(to.name + names.PARTIAL)
+    with durable.storage_errors(f"writing {to}"):
+        durable.write_partial(partial, text.encode())
+        durable.publish(partial, to)

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 import stillframe
-from stillframe.convert.objects import write_object, write_objects
+from stillframe.convert.objects import write_object, write_objects, write_text
 from stillframe.errors import BusyError, ConfigError, ExistsError, NotFoundError, StateError, StillframeError
 from stillframe.integrations.pickled import from_leaves, register_attributes, to_leaf
 from stillframe.integrations.pointers import follow, pointer
@@ -152,8 +152,8 @@ class CheckpointEngine:
 def export(
     save_dir: str | os.PathLike[str], tag: str | None, to: str | os.PathLike[str], *, allow_pickle: bool = False
 ) -> str:
-    """Write a tag (the latest if none is given) as DeepSpeed itself would, to ``<to>/<tag>``, for ``zero_to_fp32``,
-    ``ds_to_universal`` and engines without stillframe.  One file at a time is in memory.
+    """Write a tag (the latest if none is given) as DeepSpeed itself would, to ``<to>/<tag>`` with ``<to>/latest``, for
+    ``zero_to_fp32``, ``ds_to_universal`` and engines without stillframe.  One file at a time is in memory.
 
     Raises: :class:`NotFoundError`; :class:`ExistsError`; :class:`IntegrityError`; :class:`UnsupportedStateError`.
     """
@@ -170,6 +170,7 @@ def export(
     config = types.SimpleNamespace(config={"allow_pickle": allow_pickle})
     engine = CheckpointEngine(types.SimpleNamespace(datastates_config=config), 0)
     write_objects(Path(to, tag), {name: functools.partial(engine.load, str(directory / name)) for name in names})
+    write_text(Path(to, "latest"), tag)
     return tag
 
 

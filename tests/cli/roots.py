@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +29,42 @@ def environment(**more: str) -> dict[str, str]:
 
 def stillframe(*arguments: object, code: int = 0, cwd: Path | None = None, **env: str) -> str:
     """What the command printed; fails the test if it ended with another code, or with a traceback."""
-    done = subprocess.run(
-        [*COMMAND, *map(str, arguments)], capture_output=True, text=True, env=environment(**env), cwd=cwd, timeout=100
-    )
-    assert done.returncode == code, f"{done.returncode}: {done.stdout}\n{done.stderr}"
-    assert "Traceback" not in done.stderr
-    return done.stderr if code and not done.stdout else done.stdout
+    with tempfile.TemporaryDirectory() as place:
+        out, err = Path(place, "out"), Path(place, "err")
+        ended = _server().run(list(map(str, arguments)), environment(**env), cwd, out, err)
+        stdout, stderr = out.read_text(), err.read_text()
+    assert ended == code, f"{ended}: {stdout}\n{stderr}"
+    assert "Traceback" not in stderr
+    return stderr if code and not stdout else stdout
+
+
+class Server:
+    """Processes for commands, forked from one that has imported everything."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("server.py"))], env=environment(),
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        atexit.register(self.close)
+
+    def run(self, arguments: list[str], env: dict[str, str], cwd: Path | None, out: Path, err: Path) -> int:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        request = {"arguments": arguments, "env": env, "cwd": cwd and str(cwd), "out": str(out), "err": str(err)}
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        return int(self._process.stdout.readline())
+
+    def close(self) -> None:
+        with self._process:
+            assert self._process.stdin is not None
+            self._process.stdin.close()
+
+
+@functools.cache
+def _server() -> Server:
+    return Server()
 
 
 def answer(*arguments: object, code: int = 0) -> Any:

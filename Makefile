@@ -11,7 +11,7 @@ help:
 	@echo "make demo        train a small GPT, kill it, resume it, compare bit for bit (under 3 minutes)"
 	@echo "make demo-ranks  the same with FSDP2 on 2 ranks, one of them killed; then restored on 1 (under 2 minutes)"
 	@echo "make test        lint, types and all tests"
-	@echo "make bench       what it costs, beside every peer that runs here: the short form"
+	@echo "make bench       what it costs, beside every peer that runs here: the short form, ten minutes"
 	@echo "make bench-full  the whole evaluation, every question, every size"
 	@echo "make docs        writes docs/CLI.md from the commands"
 	@echo "make torture     200 random SIGKILLs of a real training run, each resumed and compared"

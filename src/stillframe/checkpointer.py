@@ -67,7 +67,8 @@ class Checkpointer:
     becomes the name of the host, or ``STILLFRAME_NODE``) means that they do not.
     deadline_s: how long ranks wait for one another: here, in ``restore``, and before a commit is given up.
 
-    Thread: ``save``, ``restore`` and ``close`` from the training thread; the rest from any.
+    Thread: ``restore`` and ``close`` from the training thread; ``save`` from it, or behind a :meth:`hold` from another,
+    one at a time; the rest from any.
     """
 
     def __init__(

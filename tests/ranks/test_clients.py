@@ -1,4 +1,4 @@
-"""Every way into stillframe keeps the same promises."""
+"""The conformance suite: every way into stillframe keeps the same promises."""
 
 from __future__ import annotations
 

@@ -131,7 +131,7 @@ class Writer(_Place, StorageWriter):
             rank, world_size = plan.storage_data
             run = open_run(self.path, rank, world_size, keep=self.keep)
             step = staging.step if staging is not None and staging.is_of(run) else run.take_step(self.step)
-            save = run.checkpointer.save(step, _state(plan, planner))
+            save = run.save(step, _state(plan, planner))
         except BaseException as error:
             if staging is not None:
                 staging.failed(error)

@@ -101,7 +101,7 @@ class CheckpointEngine:
                 )
             state = {"tag": info.tag, _FILES: run.still.state(files, self._leaf)}
         with _together():  # of its own: a rank that saved would wait for the commit of one that could not even try
-            save = run.checkpointer.save(step, state, label=label)
+            save = run.save(step, state, label)
         self._saves[directory] = save
 
     def _leaf(self, path: tuple[Any, ...], value: Any) -> Any:

@@ -24,12 +24,17 @@ class Run:
         self.still = Still()
         self.lazy: set[threading.Event] = set()
         """Lazy saves under way, each as what is set at its end: the run stays, and the next one waits for them."""
-        self._taking = threading.Lock()
+        self._taking, self._saving = threading.Lock(), threading.Lock()
         try:
             self._next_step = self.checkpointer.next_step()
         except BaseException:
             self.checkpointer.close()
             raise
+
+    def save(self, step: int, state: Any, label: stillframe.Label | None = None) -> stillframe.Save:
+        """As ``Checkpointer.save``, from one thread at a time."""
+        with self._saving:
+            return self.checkpointer.save(step, state, label=label)
 
     def take_step(self, step: int | None = None, least: int = 0) -> int:
         """The step of a save, the same on every rank: the one given, or the next, and not below ``least``."""

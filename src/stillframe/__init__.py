@@ -118,6 +118,8 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> object:
+    if name == "integrations":
+        return importlib.import_module("stillframe.integrations")
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'stillframe' has no attribute {name!r}")

@@ -198,13 +198,13 @@ class Checkpointer:
         self._stager.fence()
         return Fence()
 
-    def hold(self) -> Callable[[], None]:
+    def hold(self, hint: str = "") -> Callable[[], None]:
         """Every fence waits from now on, until the function returned is called.
 
         For a save that another thread will request: what it may copy must not change before.  What is held must be
-        released, or training stops at its next update.
+        released, or training stops at its next update; after a while it says so, with the ``hint``.
         """
-        return self._stager.hold()
+        return self._stager.hold(hint and f": {hint}")
 
     def wait(self, phase: Phase = "committed", timeout_s: float | None = None) -> None:
         """Block until every save so far has reached ``phase``.

@@ -73,7 +73,10 @@ class Staging(Future[dict[str, Any]]):
         self._before = list(run.lazy)
         self._ended = threading.Event()
         run.lazy.add(self._ended)
-        self._release = run.checkpointer.hold()
+        self._release = run.checkpointer.hold(
+            "dcp.async_save is still planning; if it shares a process group with training, both may hang: give it one "
+            "of its own, process_group=dist.new_group(backend='gloo')"
+        )
 
     def result(self, timeout: float | None = None) -> dict[str, Any]:
         if self.is_over:

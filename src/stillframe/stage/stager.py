@@ -43,6 +43,8 @@ logger = logging.getLogger("stillframe")
 
 _HANG_UP_S = 5.0
 _OBITUARY_S = 1.0
+_TELL_S = 10.0
+"""After so long, a wait for a hold is mentioned."""
 _MAX_UPDATES = 256
 """Between two saves; they go in one packet."""
 _AHEAD = 4
@@ -100,7 +102,7 @@ class Stager:
         self._pending: deque[Job] = deque()
         self._updates: deque[tuple[float, float]] = deque(maxlen=_MAX_UPDATES)
         self._waits: deque[tuple[float, float]] = deque(maxlen=_MAX_UPDATES)
-        self._holds: set[threading.Event] = set()
+        self._holds: dict[threading.Event, str] = {}
         self._owner_pid = os.getpid()
         self._thread = threading.Thread(target=self._run, name="stillframe-stage", daemon=True)
         self._thread.start()
@@ -139,22 +141,24 @@ class Stager:
         (self._waits if has_waited else self._updates).append((began, waited_s))
         self._ledger.fenced(waited_s, has_waited)
 
-    def hold(self) -> Callable[[], None]:
+    def hold(self, hint: str) -> Callable[[], None]:
         """From now on fences wait, also for the saves requested meanwhile, until the function returned is called."""
         released = threading.Event()
-        self._holds.add(released)
+        self._holds[released] = hint
 
         def release() -> None:
-            self._holds.discard(released)
+            self._holds.pop(released, None)
             released.set()
 
         return release
 
     def _wait_for_holds(self) -> bool:
         """Whether there were any."""
-        holds = tuple(self._holds) if os.getpid() == self._owner_pid else ()
-        for each in holds:
-            each.wait()
+        holds = self._holds.copy() if os.getpid() == self._owner_pid else {}
+        for each, hint in holds.items():
+            if not each.wait(_TELL_S):
+                logger.warning("an update has waited %g s for a save that is not requested yet%s", _TELL_S, hint)
+                each.wait()
         return bool(holds)
 
     def take_updates(self) -> tuple[tuple[float, float], ...]:

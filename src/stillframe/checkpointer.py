@@ -30,7 +30,7 @@ from stillframe.errors import (
 from stillframe.format.records import SealDraft, check_draft
 from stillframe.group import join_group
 from stillframe.link.process import KeeperConfig
-from stillframe.link.sizing import auto_arena, fixed_arena
+from stillframe.link.sizing import arena_of
 from stillframe.model import Label, Phase, RestoreReport, Stats, check_choice, check_deadline, check_step
 from stillframe.restore.resume import Resume
 from stillframe.retention import Keep
@@ -44,7 +44,6 @@ from stillframe.stage.plan import Plan, make_plan
 from stillframe.stage.stager import Job, Stager
 from stillframe.stage.walk import Walk
 from stillframe.start import agree_on_attempt, agree_on_next, resolve_root
-from stillframe.units import parse_bytes
 
 logger = logging.getLogger("stillframe")
 
@@ -56,7 +55,8 @@ class Checkpointer:
     """Saves a training state lazily, and restores it exactly.
 
     root: directory of the checkpoints, made if missing; one run writes to a root at a time.
-    arena: host memory lent for staging (``"2GiB"``); ``"auto"`` takes the size of the first state, if there is room.
+    arena: host memory lent for staging (``"2GiB"``); ``"auto"`` takes the size of the first state, if there is room,
+    ``"auto:16GiB"`` at most that.
     keep: retention, such as ``KeepLast(3)`` or ``KeepLast(3) | KeepEvery(1000)``; ``None`` keeps everything.
     on_error: a failed save is raised at the next ``save``, ``wait`` or ``close`` (``"raise"``) or logged (``"warn"``).
     when_busy: when earlier saves fill the arena, wait for room (``"wait"``) or drop the new save (``"skip"``).
@@ -103,7 +103,7 @@ class Checkpointer:
         self._audit = audit
         self._attempt = agree_on_attempt(self._group, self._catalog, keep)
         self._owner_pid = os.getpid()
-        fixed = None if arena == "auto" else fixed_arena(parse_bytes(arena, "arena"))
+        fixed, make_arena = arena_of(arena)
         self._devices = DeviceTable()
         self._plan: Plan | None = None
         self._known: set[int] | None = None
@@ -124,7 +124,7 @@ class Checkpointer:
             if fixed is not None:
                 fixed.close()
             raise
-        self._stager = Stager(self._ledger, self._keepers, auto_arena, fixed, self._saves_failed, self._complete_step)
+        self._stager = Stager(self._ledger, self._keepers, make_arena, fixed, self._saves_failed, self._complete_step)
         self._fence = OptimizerFence(self._stager.fence)
         atexit.register(self._at_exit)
         if multiprocessing.parent_process() is not None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import stillframe
-from stillframe import Catalog, Checkpointer, MismatchError
+from stillframe import Catalog, Checkpointer, ConfigError, MismatchError
 from stillframe.link.arena import Arena
 from stillframe.stage.audit import Audit
 from stillframe.stage.keepers import Keepers
@@ -254,3 +254,13 @@ def test_waiting_in_a_forked_child_is_refused(tmp_path: Path) -> None:
                 os._exit(3)
             os._exit(0)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+
+
+def test_an_automatic_arena_with_a_bound(tmp_path: Path) -> None:
+    state = {"w": torch.ones(100 << 20, dtype=torch.uint8)}
+    for number, (arena, expected) in enumerate((("auto:1TiB", 9 * 16), ("auto:40MiB", 40 // 16 * 16), ("auto:1", 32))):
+        with Checkpointer(tmp_path / str(number), arena=arena) as checkpointer:
+            checkpointer.save(1, state).wait()
+            assert checkpointer.stats().arena_bytes == expected << 20, arena
+    with pytest.raises(ConfigError, match="is not a size"):
+        Checkpointer(tmp_path / "x", arena="automatic")

@@ -57,7 +57,7 @@ def config(stage: int, dtype: str, **more: Any) -> dict[str, Any]:
         "optimizer": {"type": "Adam", "params": {"lr": 0.01, "torch_adam": True}},
         "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 10}},
         "zero_optimization": {"stage": stage},
-        "datastates_ckpt": {"host_cache_size": 0.05},
+        "datastates_ckpt": {"host_cache_size": 16},
     }
     if dtype == "bf16":
         found["bf16"] = {"enabled": True}

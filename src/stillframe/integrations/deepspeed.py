@@ -6,8 +6,8 @@ DeepSpeed has a place for the engine of the paper that stillframe realises; this
 stillframe root, each tag a step of it.  ``<save_dir>/<tag>`` and ``latest`` appear when the step is committed; the
 files in it that DeepSpeed looks for say where their content lies.
 
-The config: ``host_cache_size`` in GiB (0: as much as one save takes); ``keep_last``: how many tags stay (0: all);
-``allow_pickle``: store, and load, what only pickle can hold.  Loading such a checkpoint runs code from it.
+The config: ``host_cache_size``, GiB of host memory at most (0: what one save takes); ``keep_last``, how many tags stay
+(0: all); ``allow_pickle``: store, and load, what only pickle can hold.  Loading such a checkpoint runs code from it.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ class CheckpointEngine:
             raise ConfigError(f'"{_KEY}": {config!r}: give "host_cache_size" (GiB), "keep_last", "allow_pickle"')
         if getattr(deepspeed_config, "use_node_local_storage", False):
             raise ConfigError('"use_node_local_storage": stillframe needs a save_dir that all ranks see')
-        self._how: Any = int(size * 2**30) or "auto", stillframe.KeepLast(count) if count else None
+        arena = f"auto:{int(size * 2**20)}KiB" if size else "auto"
+        self._how: Any = arena, stillframe.KeepLast(count) if count else None
         self._info: Any = None
         self._files: dict[str, Any] = {}
         self._run: Run | None = None

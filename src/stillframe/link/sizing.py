@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
 from stillframe.errors import ConfigError
 from stillframe.link.arena import Arena
 from stillframe.model import CHUNK_BYTES
-from stillframe.units import format_bytes
+from stillframe.units import format_bytes, parse_bytes
 
 logger = logging.getLogger("stillframe")
 
 _AUTO_SHARE = 0.5
 """``arena="auto"`` takes at most this part of the memory available."""
 _SPARE_SPANS = 2
+
+
+def arena_of(given: int | str) -> tuple[Arena | None, Callable[[int], Arena]]:
+    """The arena as given, or what makes one when the first state is known; raises :class:`ConfigError`."""
+    if isinstance(given, str) and given.startswith("auto"):
+        most = None if given == "auto" else parse_bytes(given.removeprefix("auto:"), "arena")
+        return None, lambda state_bytes: auto_arena(state_bytes, most)
+    return fixed_arena(parse_bytes(given, "arena")), auto_arena
 
 
 def fixed_arena(size: int) -> Arena:
@@ -27,9 +36,12 @@ def fixed_arena(size: int) -> Arena:
     return Arena(size)
 
 
-def auto_arena(state_bytes: int) -> Arena:
-    """Room for one state and a little more, so that the next save can begin; less, and says so, if memory is short."""
+def auto_arena(state_bytes: int, most: int | None = None) -> Arena:
+    """Room for one state and a little more, so that the next save can begin; less, and says so, if memory is short, or
+    if ``most`` is less."""
     wanted = (-(-state_bytes // CHUNK_BYTES) + _SPARE_SPANS) * CHUNK_BYTES
+    if most is not None:
+        wanted = min(wanted, max(most, 2 * CHUNK_BYTES))
     room = int(memory_available_bytes() * _AUTO_SHARE)
     if wanted <= room:
         logger.info("arena: %s, for a state of %s", format_bytes(wanted), format_bytes(state_bytes))

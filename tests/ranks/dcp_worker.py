@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 import stillframe
 from stillframe.integrations.dcp import Reader, Stager, Writer
+from tests.support import assert_same
 
 warnings.simplefilter("ignore")
 dcp: Any = importlib.import_module("torch.distributed.checkpoint")
@@ -66,26 +67,10 @@ def frozen(state: Any) -> Any:
     if isinstance(state, torch.Tensor):
         return state.clone()
     if isinstance(state, dict):
-        return {key: frozen(value) for key, value in state.items()}
+        return {key: frozen(state[key]) for key in sorted(state)}  # DCP does not keep their order
     if isinstance(state, list):
         return [frozen(value) for value in state]
     return copy.deepcopy(state)
-
-
-def same(one: Any, other: Any, at: str = "") -> None:
-    assert type(one) is type(other), (at, one, other)
-    if isinstance(one, torch.Tensor):
-        assert torch.equal(one, other), at
-    elif isinstance(one, dict):
-        assert one.keys() == other.keys(), at
-        for key in one:
-            same(one[key], other[key], f"{at}/{key}")
-    elif isinstance(one, list):
-        assert len(one) == len(other), at
-        for number, (left, right) in enumerate(zip(one, other, strict=True)):
-            same(left, right, f"{at}/{number}")
-    else:
-        assert one == other, (at, one, other)
 
 
 def loaded(root: object, step: int | None = None) -> Any:
@@ -111,7 +96,7 @@ def write(root: Path) -> None:
         dcp.save(state(step), storage_writer=writer, planner=dcp.DefaultSavePlanner(enable_plan_caching=True))
         update(model, optimizer, step)
     for step in range(3):
-        same(loaded(root / "sync", step), expected[step])
+        assert_same(loaded(root / "sync", step), expected[step])
     newest = expected[2]
 
     # Lazy: the update, and the forward that changes the buffer, come while it is copied.
@@ -123,7 +108,7 @@ def write(root: Path) -> None:
     response.staging_completion.result()
     response.upload_completion.result()
     for step in range(4):
-        same(loaded(root / "lazy", step), expected[step])
+        assert_same(loaded(root / "lazy", step), expected[step])
 
     # DCP's own stager, in a thread and in a process of its own.
     for kind in (AsyncCheckpointerType.THREAD, AsyncCheckpointerType.PROCESS):
@@ -131,19 +116,19 @@ def write(root: Path) -> None:
         saving = dcp.async_save(state(5), storage_writer=where, async_checkpointer_type=kind, process_group=group)
         update(model, optimizer, 5)
         saving.result()
-        same(loaded(root / kind.name), expected[5])
+        assert_same(loaded(root / kind.name), expected[5])
 
     # What a Checkpointer wrote, through DCP; and what DCP wrote, through a Checkpointer.
     with stillframe.Checkpointer(root / "ours") as checkpointer:
         checkpointer.save(8, stillframe.TrainState(model, optimizer, note="ours", more=[8, 2.5]))
     state(8)
     expected[8]["note"] = "ours"
-    same(loaded(root / "ours"), expected[8])
+    assert_same(loaded(root / "ours"), expected[8])
     other, its = build(seed=3)
     back = stillframe.TrainState(other, its, note="", more=[0, 0])
     with stillframe.Checkpointer(root / "sync") as checkpointer:
         assert checkpointer.restore(back, step=2) == 2
-    same(frozen(state_of(other, its, note=back.more["note"], more=back.more["more"])), newest)
+    assert_same(frozen(state_of(other, its, note=back.more["note"], more=back.more["more"])), newest)
 
     # Everybody alone.
     alone = {"w": torch.arange(5) + dist.get_rank(), "name": f"rank {dist.get_rank()}"}
@@ -151,7 +136,7 @@ def write(root: Path) -> None:
     dcp.save(alone, storage_writer=Writer(own), no_dist=True)
     got = {"w": torch.zeros(5, dtype=torch.long), "name": ""}
     dcp.load(got, storage_reader=Reader(own), no_dist=True)
-    same(got, alone)
+    assert_same(got, alone)
 
     # DCP spreads the items of a list over the ranks.
     rows = [torch.full((4,), float(n)) for n in range(5)] + [7]
@@ -161,15 +146,22 @@ def write(root: Path) -> None:
         "pairs": [{"a": torch.zeros(3)}, [torch.ones(2)]],
     }
     dcp.load(new, storage_reader=Reader(root / "lists"))
-    same(new["ema"], rows)
+    assert_same(new["ema"], rows)
     for found in (stillframe.load(root / "lists"), new):
-        same(found["ema"], rows)
-        same(found["pairs"], [{"a": torch.ones(3)}, [torch.zeros(2)]])
+        assert_same(found["ema"], rows)
+        assert_same(found["pairs"], [{"a": torch.ones(3)}, [torch.zeros(2)]])
     Writer(root / "lists").close()
     into = [torch.zeros(4) for _ in range(5)] + [0]
     with stillframe.Checkpointer(root / "lists") as checkpointer:
         checkpointer.restore({"ema": into, "pairs": [{"a": torch.zeros(3)}, [torch.ones(2)]]})
-    same(into, rows)
+    assert_same(into, rows)
+
+    # A list that each rank keeps for itself is nobody else's, however long theirs are.
+    mine = [torch.full((2,), float(dist.get_rank())) for _ in range(2 + dist.get_rank())]
+    with stillframe.Checkpointer(root / "own") as checkpointer:
+        checkpointer.save(1, {"mine": mine})
+    dist.barrier()
+    assert_same(stillframe.load(root / "own", rank=dist.get_rank()), {"mine": mine})
 
     # What cannot be stored fails on every rank, by name, and leaves what was there.
     try:
@@ -178,14 +170,14 @@ def write(root: Path) -> None:
     except dcp.CheckpointException as error:
         if "odd/x" not in str(error):
             raise
-    same(loaded(root / "sync"), newest)
+    assert_same(loaded(root / "sync"), newest)
     if dist.get_rank() == 0:
         torch.save(newest, root / "expected.pt")
 
 
 def read(root: Path) -> None:
     """By another number of ranks than wrote it."""
-    same(loaded(root / "sync"), torch.load(root / "expected.pt"))
+    assert_same(loaded(root / "sync"), torch.load(root / "expected.pt"))
 
 
 def train(root: Path, die_at: int = -1) -> None:

@@ -42,10 +42,11 @@ def write(catalog: Catalog, step: int, attempt: str, label: Label, decides: bool
     durable.make_dir(path)
     for name in label.files:
         durable.write_partial(path / name, label.content)
+    kept = _Kept(label.name, label.is_latest)
+    if decides:
+        durable.write_partial(path / names.LABEL, _mark(step, attempt, kept))
     durable.sync_dir(path)
     if decides:
-        kept = _Kept(label.name, label.is_latest)
-        durable.write_partial(path / names.LABEL, _mark(step, attempt, kept))
         mark = catalog.dir(step) / names.LABEL
         partial = mark.with_name(mark.name + names.PARTIAL)
         durable.write_partial(partial, msgspec.json.encode(kept))

@@ -129,10 +129,10 @@ class Stored:
         return self._indexes[rank].get(tensor, [])
 
     def _joined(self, nodes: list[Node], path: Keys = ()) -> Node:
-        """One tree of several: dicts and lists are joined, of everything else the first is taken that is here."""
+        """One tree of several: dicts are joined, and lists that say so; of everything else the first is taken."""
         nodes = [node for node in nodes if not self._is_elsewhere(node)] or nodes
         first = nodes[0]
-        if isinstance(first, ListNode):
+        if isinstance(first, ListNode) and any(map(self._is_elsewhere, first.items)):
             return self._joined_lists([node for node in nodes if isinstance(node, ListNode)], path)
         if isinstance(first, ObjectNode):
             items = [node.item for node in nodes if isinstance(node, ObjectNode)]

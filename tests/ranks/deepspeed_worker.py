@@ -25,6 +25,7 @@ import torch.distributed as dist  # noqa: E402
 
 import stillframe  # noqa: E402
 from stillframe.integrations import deepspeed as ours  # noqa: E402
+from tests.support import assert_same  # noqa: E402
 
 logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
 deepspeed.ops.__compatible_ops__.clear()  # compile nothing
@@ -106,21 +107,6 @@ def state_of(engine: Any) -> Any:
     return frozen([weights, optimizer, engine.lr_scheduler.state_dict(), engine.global_steps])
 
 
-def same(one: Any, other: Any, at: str = "") -> None:
-    if isinstance(one, torch.Tensor):
-        assert torch.equal(one, other), f"{at}: {(one != other).sum()} of {one.numel()} differ"
-    elif isinstance(one, dict):
-        assert one.keys() == other.keys(), (at, one.keys(), other.keys())
-        for key in one:
-            same(one[key], other[key], f"{at}/{key}")
-    elif isinstance(one, list):
-        assert len(one) == len(other), at
-        for number, (left, right) in enumerate(zip(one, other, strict=True)):
-            same(left, right, f"{at}/{number}")
-    else:
-        assert one == other, (at, one, other)
-
-
 def stages(root: Path) -> None:
     """Save at every step while training goes on; load into an engine that was built otherwise; train on, the same."""
     for stage, dtype in ((0, "fp32"), (0, "bf16"), (1, "bf16"), (2, "fp32"), (2, "offload"), (3, "bf16")):
@@ -141,10 +127,10 @@ def stages(root: Path) -> None:
             path, client = other.load_checkpoint(where, tag)
             assert path is not None
             assert (client["at"], client["note"]) == (step, "mine")
-            same(state_of(other), expected[step], f"stage {stage} {dtype}")
+            assert_same(state_of(other), expected[step], f"stage {stage} {dtype}")
             if step == 3:
                 update(other, 4, 2)
-                same(state_of(other), final, f"stage {stage} {dtype}, trained on")
+                assert_same(state_of(other), final, f"stage {stage} {dtype}, trained on")
             other.destroy()
         if dist.get_rank() == 0:
             assert Path(where, "latest").read_text() == "global_step4"
@@ -192,7 +178,7 @@ def objects(root: Path) -> None:
     for key in ("args", "kind"):
         assert got[key] == client[key], key
     assert vars(got["scaler"]) == vars(client["scaler"])
-    same(frozen(got["mixed"]), frozen(client["mixed"]))
+    assert_same(frozen(got["mixed"]), frozen(client["mixed"]))
     fails(
         lambda: engine.save_checkpoint(where, "odd", client_state={"deep": {"x": Odd(5)}}),
         "UnsupportedStateError", "mp_rank_00_model_states.pt/deep/x", "Odd", '"allow_pickle": true',
@@ -224,7 +210,7 @@ def choices(root: Path) -> None:
     engine.save_16bit_model(str(where), "weights.bin")
     path, _ = engine.load_checkpoint(str(where))
     assert "first" in path
-    same(state_of(engine), expected)
+    assert_same(state_of(engine), expected)
     assert (where / "latest").read_text() == "first"
     full = engine.checkpoint_engine.load(str(where / "second" / "mp_rank_00_model_states.pt"))
     assert "first.weight" in full["module"]
@@ -307,7 +293,7 @@ def exported(root: Path) -> None:
         path, client = other.load_checkpoint(str(to))
         assert path is not None
         assert client["note"] == argparse.Namespace(x=1)
-        same(state_of(other), expected, f"stage {stage}, exported")
+        assert_same(state_of(other), expected, f"stage {stage}, exported")
         other.destroy()
 
 
@@ -325,7 +311,7 @@ def broken(root: Path) -> None:
     engine.optimizer.state_dict = optimizer_state
     update(engine, 2)
     engine.load_checkpoint(str(where))
-    same(state_of(engine), expected)
+    assert_same(state_of(engine), expected)
     assert (where / "latest").read_text() == "good"
     assert not (where / "torn").exists()
     odd = {"x": {signal.SIGTERM: 1, Odd(1).__class__: 2}}  # keys that cannot be stored, on rank 0's file only
@@ -338,7 +324,7 @@ def broken(root: Path) -> None:
     engine.save_checkpoint(str(where), "tag5")
     time.sleep(1)
     engine.load_checkpoint(str(where))  # warns
-    same(state_of(engine), expected)
+    assert_same(state_of(engine), expected)
     dist.barrier()
     if dist.get_rank() == 0:
         blocked.unlink()
@@ -398,7 +384,7 @@ def moe(root: Path) -> None:
     engine.destroy()
     other = made(1)
     assert other.load_checkpoint(where)[0] is not None
-    same(state_of(other), expected, "moe")
+    assert_same(state_of(other), expected, "moe")
     other.destroy()
 
 
@@ -427,7 +413,7 @@ def pipeline(root: Path) -> None:
     engine.destroy()
     other = made(1)
     assert other.load_checkpoint(where)[0] is not None
-    same(frozen(dict(other.module.state_dict())), expected, "pipeline")
+    assert_same(frozen(dict(other.module.state_dict())), expected, "pipeline")
     other.destroy()
 
 

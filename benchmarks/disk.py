@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stillframe.model import CHUNK_BYTES
-from stillframe.storage.direct import ReadFile, WriteFile, aligned_buffer
+from stillframe.store.direct import ReadFile, WriteFile, aligned_buffer
 
 _THREADS = 3
 

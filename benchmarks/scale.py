@@ -27,23 +27,23 @@ import msgspec
 from benchmarks.disk import drop_caches
 from rich.console import Console
 
-from stillframe.catalog import Catalog
+from stillframe.checkpoint.catalog import Catalog
 from stillframe.errors import KeeperError
 from stillframe.format import names
 from stillframe.format.digest import digest
 from stillframe.format.records import SealDraft, Segment, Team, encode_seal, encode_shards, encode_tree
 from stillframe.format.segment import Shard, Whole, encode_header
 from stillframe.format.tree import DictNode, Node, Part, ShardedNode, ValueNode
-from stillframe.keeper import waiting
+from stillframe.keeper import commit_loop as waiting
 from stillframe.keeper.commit import Coordinator, Terms
-from stillframe.keeper.flush import Flush
-from stillframe.keeper.prune import Pruner
+from stillframe.keeper.retention import Pruner
+from stillframe.keeper.segment import Flush
 from stillframe.link import messages
 from stillframe.link.arena import Arena
 from stillframe.link.messages import FromKeeper
-from stillframe.link.process import KeeperConfig, KeeperProcess
 from stillframe.model import CHUNK_BYTES
 from stillframe.retention import KeepLast
+from stillframe.save.keeper_process import KeeperConfig, KeeperProcess
 
 PARAMETERS = 170
 PARTS = ("parameter", "exp_avg", "exp_avg_sq")

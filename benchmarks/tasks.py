@@ -228,8 +228,8 @@ def with_flipped_byte(system: System, directory: Path, state: State, expected: s
 
 def verify(case: Case, directory: Path) -> Figures:
     """What `stillframe verify` does: every byte read again and compared with its checksum, into no tensor."""
-    from stillframe.catalog import Catalog
-    from stillframe.inspect.verify import verify as read_again
+    from stillframe.checkpoint.catalog import Catalog
+    from stillframe.checkpoint.verify import verify as read_again
 
     state, system = make(msgspec.structs.replace(case, system="stillframe"), directory)
     system.save(1)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from stillframe.catalog import Catalog
+from stillframe.checkpoint.catalog import Catalog
 
 CHILD_S = 60.0
 

@@ -1,19 +1,21 @@
 """stillframe: lazy, asynchronous checkpointing for training.
 
-checkpointer   the facade: save, fence, wait, restore
-stage          live objects → chunks in the arena            (torch)
-keeper         arena → segments, seals, manifests            (a process without torch)
-restore        checkpoints → live objects                    (torch)
-inspect        what lies in a root, and is it whole
-convert        checkpoints ↔ safetensors, torch.save, DCP     (torch)
 cli            the stillframe command
-start, group   what ranks agree on, and how                  (torch)
-catalog        what is a checkpoint
-events         what happened in a run
+integrations   DCP, DeepSpeed                                (torch)
+convert        checkpoints ↔ safetensors, torch.save, DCP    (torch)
+observe        what a run does and did
+checkpointer   the facade: save, fence, wait, restore        (torch)
+save           live objects → chunks in the arena            (torch)
+restore        checkpoints → live objects                    (torch)
+keeper         arena → segments, seals, manifests            (a process without torch)
+ranks          how ranks agree                               (torch)
+checkpoint     what is stored, read
+state          what a state is                               (torch)
 link           the arena and the messages between the two processes
 format         bytes ↔ structures
-storage        names ↔ bytes, durably
+store          names ↔ bytes
 model, retention, units, errors
+testing        for tests
 """
 
 from __future__ import annotations
@@ -40,19 +42,19 @@ from stillframe.errors import (
 )
 
 if TYPE_CHECKING:
-    from stillframe.catalog import Catalog, Checkpoint
+    from stillframe.checkpoint.catalog import Catalog, Checkpoint
     from stillframe.checkpointer import Checkpointer
-    from stillframe.format.leaves import register_leaf
     from stillframe.format.values import ELSEWHERE
     from stillframe.model import Label, Progress, RestoreReport, Stats, Times
+    from stillframe.restore.boxes import PartReader
     from stillframe.restore.load import load
-    from stillframe.restore.parts import PartReader
     from stillframe.retention import KeepEvery, KeepLast
-    from stillframe.stage.ledger import Save
-    from stillframe.stage.part import Part
-    from stillframe.stage.rng import RNG
-    from stillframe.stage.train_state import TrainState
-    from stillframe.stage.walk import storable
+    from stillframe.save.saves import Save
+    from stillframe.state.boxes import Part
+    from stillframe.state.codecs import register_leaf
+    from stillframe.state.rng import RNG
+    from stillframe.state.train_state import TrainState
+    from stillframe.state.walk import storable
 
 __version__ = "0.1.0"
 
@@ -95,25 +97,25 @@ __all__ = [
 
 # Looked up when first used: the keeper imports this package too, and must not import torch.
 _HOMES = {
-    "Catalog": "catalog",
-    "Checkpoint": "catalog",
+    "Catalog": "checkpoint.catalog",
+    "Checkpoint": "checkpoint.catalog",
     "ELSEWHERE": "format.values",
     "Checkpointer": "checkpointer",
     "KeepEvery": "retention",
     "KeepLast": "retention",
     "Label": "model",
-    "Part": "stage.part",
-    "PartReader": "restore.parts",
+    "Part": "state.boxes",
+    "PartReader": "restore.boxes",
     "Progress": "model",
-    "RNG": "stage.rng",
+    "RNG": "state.rng",
     "RestoreReport": "model",
-    "Save": "stage.ledger",
+    "Save": "save.saves",
     "Stats": "model",
     "Times": "model",
-    "TrainState": "stage.train_state",
+    "TrainState": "state.train_state",
     "load": "restore.load",
-    "register_leaf": "format.leaves",
-    "storable": "stage.walk",
+    "register_leaf": "state.codecs",
+    "storable": "state.walk",
 }
 
 

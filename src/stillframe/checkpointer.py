@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from stillframe.catalog import Catalog
+from stillframe.checkpoint.catalog import Catalog
 from stillframe.errors import (
     ConfigError,
     DeadlineError,
@@ -28,22 +28,22 @@ from stillframe.errors import (
     StillframeError,
 )
 from stillframe.format.records import SealDraft, check_draft
-from stillframe.group import join_group
-from stillframe.link.process import KeeperConfig
 from stillframe.link.sizing import arena_of
 from stillframe.model import Label, Phase, RestoreReport, Stats, check_choice, check_deadline, check_step
+from stillframe.ranks.agreement import agree_on_attempt, agree_on_next, resolve_root
+from stillframe.ranks.group import join_group
 from stillframe.restore.resume import Resume
 from stillframe.retention import Keep
-from stillframe.stage.audit import Audit
-from stillframe.stage.device import DeviceTable
-from stillframe.stage.fence import Fence, OptimizerFence
-from stillframe.stage.keepers import Keepers
-from stillframe.stage.ledger import Ledger, Save
-from stillframe.stage.parts import Seat
-from stillframe.stage.plan import Plan, make_plan
-from stillframe.stage.stager import Job, Stager
-from stillframe.stage.walk import Walk
-from stillframe.start import agree_on_attempt, agree_on_next, resolve_root
+from stillframe.save.audit import Audit
+from stillframe.save.device import DeviceTable
+from stillframe.save.fence import Fence, OptimizerFence
+from stillframe.save.keeper_client import Keepers
+from stillframe.save.keeper_process import KeeperConfig
+from stillframe.save.plan import Plan, make_plan
+from stillframe.save.saves import Ledger, Save
+from stillframe.save.stager import Job, Stager
+from stillframe.state.division import Seat
+from stillframe.state.walk import Walk
 
 logger = logging.getLogger("stillframe")
 

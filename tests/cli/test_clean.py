@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from stillframe.catalog import Catalog
+from stillframe.checkpoint.catalog import Catalog
 from tests.cli.roots import COMMAND, answer, environment, segment, stillframe
 
 

@@ -16,9 +16,11 @@ from typing import Any
 
 import pytest
 
-from stillframe import events
-from stillframe.inspect.history import histories
-from stillframe.inspect.live import Follower
+from stillframe.checkpoint.events import DIRECTORY, event_files, read_events
+from stillframe.format import events
+from stillframe.keeper import journal
+from stillframe.observe.history import histories
+from stillframe.observe.watch import Follower
 from tests.cli.roots import COMMAND, answer, environment, flip, segment, stillframe
 from tests.ranks.launch import Launch
 from tests.support import start_child
@@ -107,18 +109,18 @@ def test_a_failed_save_is_recorded_with_its_cause(run: Path, tmp_path: Path) -> 
 
 def test_events_that_cannot_be_read_are_passed_over(run: Path, tmp_path: Path) -> None:
     root = Path(shutil.copytree(run, tmp_path / "run"))
-    ((_, (path,)),) = events.event_files(root).items()
+    ((_, (path,)),) = event_files(root).items()
     with path.open("ab") as file:
         file.write(b'{"kind":"of tomorrow"}\n\xff\xfe\n{"kind":"save","at_s":')
     assert len(histories(root)[0].committed) == 8
-    (root / events.DIRECTORY / "notes.txt").write_text("mine")
+    (root / DIRECTORY / "notes.txt").write_text("mine")
     assert len(histories(root)) == 1
 
 
 def test_events_do_not_grow_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(events, "MAX_BYTES", 5000)
+    monkeypatch.setattr(journal, "MAX_BYTES", 5000)
     run = events.Run(0.0, 0, 1, "0123abcd", "here", 1, "0")
-    log = events.EventLog(tmp_path, 0, "0123abcd", run)
+    log = journal.EventLog(tmp_path, 0, "0123abcd", run)
     (tmp_path / "step-000000000001").mkdir()
     follower = Follower(tmp_path)
     for at in range(200):
@@ -129,18 +131,18 @@ def test_events_do_not_grow_without_end(tmp_path: Path, monkeypatch: pytest.Monk
             follower.look()
     log.close()
     assert follower.look().saves == 200, "nothing is counted twice when a file gets another name"
-    ((_, paths),) = events.event_files(tmp_path).items()
+    ((_, paths),) = event_files(tmp_path).items()
     assert [path.stat().st_size <= 5000 for path in paths] == [True, True]
     for path in paths:
-        assert isinstance(next(iter(events.read_events([path]))), events.Run), "every file tells whose it is"
-    steps = [event.step for event in events.read_events(paths) if isinstance(event, events.Save)]
+        assert isinstance(next(iter(read_events([path]))), events.Run), "every file tells whose it is"
+    steps = [event.step for event in read_events(paths) if isinstance(event, events.Save)]
     assert steps == list(range(steps[0], 200))
     assert len(steps) > 20
 
 
 def test_a_root_that_takes_no_events_takes_checkpoints(tmp_path: Path) -> None:
     (tmp_path / "r").mkdir()
-    (tmp_path / "r" / events.DIRECTORY).write_text("in the way")
+    (tmp_path / "r" / DIRECTORY).write_text("in the way")
     child = start_child(TRAINEE, tmp_path / "r", 2)
     _, err = child.communicate(timeout=60)
     assert child.returncode == 0, err
@@ -150,12 +152,12 @@ def test_a_root_that_takes_no_events_takes_checkpoints(tmp_path: Path) -> None:
 def test_old_attempts_are_forgotten(tmp_path: Path) -> None:
     for at in range(6):
         for rank in (0, 1):
-            path = tmp_path / events.DIRECTORY / f"rank-{rank:05d}-{at:08x}.jsonl"
+            path = tmp_path / DIRECTORY / f"rank-{rank:05d}-{at:08x}.jsonl"
             path.parent.mkdir(exist_ok=True)
             path.touch()
             os.utime(path, (at, at))
-    events.forget(tmp_path, 0, 2)
-    assert sorted(events.event_files(tmp_path)) == [
+    journal.forget(tmp_path, 0, 2)
+    assert sorted(event_files(tmp_path)) == [
         (0, "00000004"), (0, "00000005"), *((1, f"{at:08x}") for at in range(6))
     ]  # fmt: skip
 
@@ -280,7 +282,7 @@ def test_a_trace_is_not_written_over(run: Path, tmp_path: Path) -> None:
 
 def test_a_trace_without_events_says_so(single: Path, tmp_path: Path) -> None:
     root = Path(shutil.copytree(single, tmp_path / "gpt"))
-    shutil.rmtree(root / events.DIRECTORY)
+    shutil.rmtree(root / DIRECTORY)
     assert "no run has left events" in stillframe("trace", root, code=3, cwd=tmp_path)
     assert "Nothing is known" in _page(root, tmp_path)
 

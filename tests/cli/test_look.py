@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from stillframe import Checkpointer, load
-from stillframe.catalog import Catalog
+from stillframe.checkpoint.catalog import Catalog
 from stillframe.cli.compare import measured
 from tests.cli.roots import COMMAND, STEPS, answer, environment, flip, segment, stillframe
 from tests.support import assert_same

@@ -199,7 +199,7 @@ def test_ctrl_c_ends_verify(tmp_path: Path) -> None:
     with Checkpointer(tmp_path / "r", arena="512MiB") as checkpointer:
         checkpointer.save(1, {"model": {f"w{at}": torch.full((1 << 24,), float(at)) for at in range(16)}})
     code = "import sys, signal, os; sys.argv[1:] = ['verify', sys.argv[1]]\n"
-    code += "import stillframe.restore.read as read; read_chunk = read.read_chunk\n"
+    code += "import stillframe.checkpoint.read as read; read_chunk = read.read_chunk\n"
     code += "def interrupted(*a):\n    read.read_chunk = read_chunk; os.kill(os.getpid(), signal.SIGINT)\n"
     code += "    return read_chunk(*a)\n"
     code += "read.read_chunk = interrupted\nfrom stillframe.cli import main; main()"

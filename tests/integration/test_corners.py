@@ -17,8 +17,8 @@ import torch
 import stillframe
 from stillframe import Catalog, Checkpointer, ConfigError, MismatchError
 from stillframe.link.arena import Arena
-from stillframe.stage.audit import Audit
-from stillframe.stage.keepers import Keepers
+from stillframe.save.audit import Audit
+from stillframe.save.keeper_client import Keepers
 from tests.support import assert_same, keeper_is_gone, kill, run_child, until
 
 COUNT = 12_000_000

@@ -10,7 +10,7 @@ import torch
 
 import stillframe
 from stillframe import Checkpointer
-from stillframe.stage.emulated import EmulatedDevice
+from stillframe.testing.emulated import EmulatedDevice
 
 COUNT = 6_000_000
 

@@ -10,7 +10,8 @@ from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from prometheus_client import CollectorRegistry, generate_latest
 
 from stillframe import Checkpointer
-from stillframe.metrics import METRICS, opentelemetry, prometheus
+from stillframe.observe import opentelemetry, prometheus
+from stillframe.observe.metrics import METRICS
 
 DOCUMENT = Path(__file__).parents[2] / "docs/METRICS.md"
 

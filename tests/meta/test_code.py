@@ -12,23 +12,22 @@ import stillframe
 SOURCE = Path(stillframe.__file__).parent
 
 # From the top down; a module imports only from its own part or from parts below.  Parts on one line are
-# siblings that never import one another, except that restore uses stage's knowledge of tensors.
+# siblings that never import one another.
 LAYERS = [
     {"__main__"},
-    {"cli", "metrics", "integrations"},
-    {"convert"},
-    {"checkpointer", "inspect"},
-    {"restore"},
-    {"stage", "keeper"},
-    {"start"},
-    {"catalog", "group", "events"},
+    {"cli", "integrations", "testing"},
+    {"convert", "observe"},
+    {"checkpointer"},
+    {"save", "restore"},
+    {"keeper", "ranks"},
+    {"checkpoint", "state"},
     {"link"},
-    {"format", "storage"},
+    {"format", "store"},
     {"model", "retention"},
     {"units"},
     {"errors"},
 ]
-TORCH = {"checkpointer", "convert", "stage", "restore", "group", "integrations"}
+TORCH = {"checkpointer", "convert", "save", "restore", "ranks", "state", "integrations", "testing"}
 
 
 def part_of(module: str) -> str:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import stillframe
 from stillframe import Checkpointer, KeepLast
-from stillframe.stage.leaves import DTYPE_NAMES
+from stillframe.state.dtypes import DTYPE_NAMES
 
 DTYPES = list(DTYPE_NAMES)
 NUMPY_DTYPES = ["f2", "f4", "f8", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "?", "c8"]

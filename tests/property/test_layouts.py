@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stillframe.stage.copies import pieces
+from stillframe.state.memory import pieces
 from tests.property.exact import exact, tensor_bytes
 from tests.property.states import RoundTrip, examples, filled, round_trips
 

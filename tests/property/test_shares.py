@@ -7,7 +7,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stillframe.stage.shares import Cut, cut_dimension, shares
+from stillframe.state.division import Cut, cut_dimension, shares
 
 items = st.tuples(st.integers(0, 300), st.integers(0, 1 << 16)).map(lambda item: (item[0] * item[1], item[0]))
 """A tensor as (bytes, rows); all of its rows have as many bytes."""

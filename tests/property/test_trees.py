@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from stillframe.errors import UnsupportedStateError
 from stillframe.format import limits
-from stillframe.format.leaves import register_leaf
+from stillframe.state.codecs import register_leaf
 from tests.property.exact import exact
 from tests.property.states import DTYPES, RoundTrip, examples, filled, round_trips, states, tensors
 from tests.support import assert_same

@@ -34,9 +34,9 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.parallel import DistributedDataParallel
 
 import stillframe
-import stillframe.restore.read
+import stillframe.checkpoint.read
 from stillframe import Checkpointer, TrainState
-from stillframe.catalog import Checkpoint, Sealed
+from stillframe.checkpoint.catalog import Checkpoint, Sealed
 from tests.support import bytes_of
 
 DEADLINE_S = 30.0
@@ -350,7 +350,7 @@ def recorded() -> Iterator[tuple[set[int], set[tuple[int, int]]]]:
     """Whose parts of checkpoints are opened, and which chunks of them are read."""
     opened: set[int] = set()
     read: set[tuple[int, int]] = set()
-    open_part, read_chunk = Checkpoint.of, stillframe.restore.read.read_chunk
+    open_part, read_chunk = Checkpoint.of, stillframe.checkpoint.read.read_chunk
 
     def of(checkpoint: Checkpoint, rank: int) -> Sealed:
         opened.add(rank)
@@ -362,7 +362,7 @@ def recorded() -> Iterator[tuple[set[int], set[tuple[int, int]]]]:
 
     with (
         mock.patch.object(Checkpoint, "of", of),
-        mock.patch.object(stillframe.restore.read, "read_chunk", read_and_note),
+        mock.patch.object(stillframe.checkpoint.read, "read_chunk", read_and_note),
     ):
         yield opened, read
 

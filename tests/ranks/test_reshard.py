@@ -20,9 +20,9 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import stillframe
-from stillframe.catalog import Catalog
+from stillframe.checkpoint.catalog import Catalog
 from stillframe.format.names import step_dir
-from stillframe.stage.leaves import DTYPE_NAMES
+from stillframe.state.dtypes import DTYPE_NAMES
 from tests.property.states import examples
 from tests.ranks import reshard_worker
 from tests.ranks.launch import LAUNCH_S, Launch

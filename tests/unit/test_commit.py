@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from stillframe import Catalog
+from stillframe.checkpoint.lock import Life, RootLock, life_of
 from stillframe.errors import DeadlineError, ExistsError, KeeperError, StateError, StorageError
 from stillframe.format import names, records
 from stillframe.format.digest import digest
@@ -17,8 +18,7 @@ from stillframe.format.records import Failure, SealDraft, Team
 from stillframe.format.segment import encode_header
 from stillframe.format.tree import DictNode, Part, ShardedNode
 from stillframe.keeper.commit import Coordinator, Member, Terms
-from stillframe.keeper.flush import Flush, report_failure
-from stillframe.keeper.lock import Life, RootLock, life_of
+from stillframe.keeper.segment import Flush, report_failure
 from stillframe.link.messages import Begin
 
 ATTEMPT = "0123abcd"
@@ -133,7 +133,7 @@ def test_a_seal_is_promised_from_its_rename_on(tmp_path: Path, monkeypatch: pyte
 
     flush = unsealed(tmp_path, 1, 2)
     flush.is_counted = True
-    monkeypatch.setattr("stillframe.storage.durable.publish", renamed_only)
+    monkeypatch.setattr("stillframe.store.durable.publish", renamed_only)
     with pytest.raises(StorageError):
         flush.seal()
     assert flush.is_promised
@@ -152,7 +152,7 @@ def test_a_manifest_that_is_renamed_while_a_member_looks_is_found_the_next_time(
         manifest.rename(manifest.with_name(names.pruned_manifest()))
         raise FileNotFoundError(path)
 
-    monkeypatch.setattr("stillframe.storage.durable.read_head", rename_first)
+    monkeypatch.setattr("stillframe.store.durable.read_head", rename_first)
     assert not member.poll(is_orphan=False)
     assert member.poll(is_orphan=False)
 

@@ -15,7 +15,7 @@ import pytest
 from stillframe.errors import ExistsError, StorageError
 from stillframe.link import sizing
 from stillframe.model import BLOCK_BYTES
-from stillframe.storage import direct, durable
+from stillframe.store import direct, durable
 from stillframe.units import round_up
 from tests.support import start_child
 
@@ -93,7 +93,7 @@ _RACE = """
 import sys
 from pathlib import Path
 from stillframe.errors import ExistsError
-from stillframe.storage import durable
+from stillframe.store import durable
 root, name = Path(sys.argv[1]), sys.argv[2]
 durable.write_partial(root / f"{name}.partial", name.encode())
 print("ready", flush=True)

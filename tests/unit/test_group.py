@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from torch._C._distributed_c10d import HashStore
 
-from stillframe import group
 from stillframe.errors import ConfigError, DeadlineError, IntegrityError, MismatchError
-from stillframe.group import Group, Outcome, check_same, join_group
+from stillframe.ranks import group
+from stillframe.ranks.group import Group, Outcome, check_same, join_group
 from tests.support import until
 
 

@@ -13,10 +13,10 @@ import torch
 from stillframe.errors import UnsupportedStateError
 from stillframe.format.segment import ITEM_BYTES, check_shards
 from stillframe.model import CHUNK_BYTES
-from stillframe.stage.copies import Chunk
-from stillframe.stage.device import DeviceTable
-from stillframe.stage.plan import SMALL_BYTES, Plan, make_plan
-from stillframe.stage.walk import Walk
+from stillframe.save.copies import Chunk
+from stillframe.save.device import DeviceTable
+from stillframe.save.plan import SMALL_BYTES, Plan, make_plan
+from stillframe.state.walk import Walk
 from stillframe.units import MIB
 from tests.property.exact import tensor_bytes
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from stillframe.stage.plan import Plan
-from stillframe.stage.walk import Walk
+from stillframe.save.plan import Plan
+from stillframe.state.walk import Walk
 from tests.unit.test_plan import Fresh, by_name, mixed_state, plan_of, staged
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from stillframe import Catalog
+from stillframe.checkpoint.lock import RootLock
 from stillframe.format import names
 from stillframe.format.records import Manifest, RankEntry, encode_manifest
-from stillframe.keeper.lock import RootLock
-from stillframe.keeper.prune import Pruner, remove_spares, sweep
+from stillframe.keeper.retention import Pruner, remove_spares, sweep
 from stillframe.retention import Keep, KeepLast
 
 ATTEMPT = "0123abcd"
@@ -76,7 +76,7 @@ def test_what_a_rank_has_left_behind_rank_0_removes_in_the_end(root: Path, monke
     for _ in range(3):
         first.committed(2, None)
         assert files(root, 1) == rank_files(1) | {names.pruned_manifest()}
-    monkeypatch.setattr("stillframe.keeper.prune._OVERDUE_S", -1.0)
+    monkeypatch.setattr("stillframe.keeper.retention._OVERDUE_S", -1.0)
     first.committed(2, None)
     assert files(root, 1) == set()
 

@@ -15,7 +15,7 @@ from stillframe.errors import FormatError, UnsupportedStateError
 from stillframe.format import limits
 from stillframe.format.segment import ITEM_BYTES, Shard, check_shards, encode_header
 from stillframe.model import BLOCK_BYTES
-from stillframe.stage.leaves import DTYPE_NAMES
+from stillframe.state.dtypes import DTYPE_NAMES
 
 deserialize: Any = safetensors.deserialize
 

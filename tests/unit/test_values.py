@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from stillframe.errors import FormatError, IntegrityError, UnsupportedStateError
 from stillframe.format import values
 from stillframe.format.values import Unencodable
-from stillframe.stage import leaves
+from stillframe.state import dtypes as leaves
 from tests.property.exact import exact
 
 assert leaves.DTYPES  # importing it registers torch's own values

@@ -13,11 +13,11 @@ import torch
 
 from stillframe.errors import ConfigError, UnsupportedStateError
 from stillframe.format import limits
-from stillframe.format.leaves import register_leaf
 from stillframe.format.tree import LeafNode, Node, ObjectNode, TensorNode, TupleNode, ValueNode, render
-from stillframe.stage.device import DeviceTable
-from stillframe.stage.plan import make_plan
-from stillframe.stage.walk import TreeBuilder, Walk
+from stillframe.save.device import DeviceTable
+from stillframe.save.plan import make_plan
+from stillframe.state.codecs import register_leaf
+from stillframe.state.walk import TreeBuilder, Walk
 
 
 class Level(enum.IntEnum):

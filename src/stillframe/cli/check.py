@@ -9,14 +9,14 @@ from typing import Annotated
 
 import typer
 
-from stillframe.catalog import Catalog
+from stillframe.checkpoint import survey
+from stillframe.checkpoint.catalog import Catalog
+from stillframe.checkpoint.verify import Damage, Verdict
+from stillframe.checkpoint.verify import verify as read_again
 from stillframe.cli import output
 from stillframe.cli.arguments import Json, Root, Step
 from stillframe.errors import ConfigError, IntegrityError, NotFoundError, VersionError
-from stillframe.inspect import survey
-from stillframe.inspect.doctor import Finding, examine
-from stillframe.inspect.verify import Damage, Verdict
-from stillframe.inspect.verify import verify as read_again
+from stillframe.observe.doctor import Finding, examine
 from stillframe.units import format_bytes
 
 _DAMAGED = 4

@@ -7,13 +7,13 @@ from typing import Annotated
 
 import typer
 
-from stillframe.catalog import Catalog
+from stillframe.checkpoint import survey
+from stillframe.checkpoint.catalog import Catalog
+from stillframe.checkpoint.survey import Step, Survey
 from stillframe.cli import output
 from stillframe.cli.arguments import Json, Root
 from stillframe.errors import ConfigError
-from stillframe.inspect import survey
-from stillframe.inspect.survey import Step, Survey
-from stillframe.keeper import tidy
+from stillframe.keeper import prune as tidy
 from stillframe.retention import Keep, KeepEvery, KeepLast
 from stillframe.units import format_bytes
 

@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from stillframe.catalog import Checkpoint
+from stillframe.checkpoint import contents, survey
+from stillframe.checkpoint.catalog import Checkpoint
+from stillframe.checkpoint.compare import Outcome, Pair, compare
+from stillframe.checkpoint.contents import Entry
+from stillframe.checkpoint.stored import Stored
 from stillframe.cli import output
 from stillframe.cli.arguments import Json
 from stillframe.errors import ConfigError
 from stillframe.format.tree import ArrayNode, ShardedNode, TensorNode
-from stillframe.inspect import contents, survey
-from stillframe.inspect.compare import Outcome, Pair, compare
-from stillframe.inspect.contents import Entry
-from stillframe.restore.stored import Stored
 
 if TYPE_CHECKING:
-    from stillframe.restore.numbers import Difference
+    from stillframe.restore.statistics import Difference
 
 _DIFFER = 10
 
@@ -113,8 +113,8 @@ def measured(one: Checkpoint, other: Checkpoint) -> list[_Row]:
 
 
 def _differences(one: Checkpoint, other: Checkpoint, unread: Sequence[Pair]) -> dict[int, Difference]:
-    from stillframe.restore.numbers import difference
-    from stillframe.restore.pull import pull
+    from stillframe.restore.load import pull
+    from stillframe.restore.statistics import difference
 
     found: dict[int, Difference] = {}
     with output.progress("comparing", sum(pair.bytes for pair in unread)) as advance:

@@ -14,8 +14,8 @@ import typer
 from stillframe.cli import output
 from stillframe.cli.arguments import Json, Root
 from stillframe.errors import ExistsError, NotFoundError
-from stillframe.inspect.live import Follower, Frame, Moving
-from stillframe.storage import durable
+from stillframe.observe.watch import Follower, Frame, Moving
+from stillframe.store import durable
 from stillframe.units import format_bytes, format_ranks
 
 if TYPE_CHECKING:
@@ -125,8 +125,8 @@ def trace(root: Root, out: Out = None, force: Force = False) -> None:
 
     Example: stillframe trace runs/gpt -o gpt.trace.json
     """
-    from stillframe.inspect.history import histories
-    from stillframe.inspect.trace import trace as made
+    from stillframe.observe.history import histories
+    from stillframe.observe.trace import trace as made
 
     found = histories(root)
     if not found:
@@ -142,9 +142,9 @@ def report(root: Root, out: Out = None, force: Force = False) -> None:
 
     Example: stillframe report runs/gpt -o gpt.html
     """
-    from stillframe.inspect.history import histories
-    from stillframe.inspect.report import report as made
-    from stillframe.inspect.survey import survey
+    from stillframe.checkpoint.survey import survey
+    from stillframe.observe.history import histories
+    from stillframe.observe.report import report as made
 
     page = made(survey(root), histories(root), time.time())
     _write(out or Path(f"{Path(root).resolve().name}.html"), page.encode(errors="replace"), force)

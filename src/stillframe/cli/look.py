@@ -10,15 +10,15 @@ from typing import Annotated, Any
 
 import typer
 
-from stillframe.catalog import Checkpoint
+from stillframe.checkpoint import contents, survey
+from stillframe.checkpoint.catalog import Checkpoint
+from stillframe.checkpoint.contents import Entry
+from stillframe.checkpoint.stored import Stored
 from stillframe.cli import output
 from stillframe.cli.arguments import Json, Rank, Root, Step
 from stillframe.errors import NotFoundError, VersionError
 from stillframe.format.records import Manifest
 from stillframe.format.tree import ArrayNode, ShardedNode, TensorNode
-from stillframe.inspect import contents, survey
-from stillframe.inspect.contents import Entry
-from stillframe.restore.stored import Stored
 from stillframe.units import format_bytes, format_ranks
 
 _NARROW = 76
@@ -151,8 +151,8 @@ def show(
 
 
 def _statistics(stored: Stored, chosen: Sequence[Entry]) -> _Figures:
-    from stillframe.restore.numbers import statistics
-    from stillframe.restore.pull import pull
+    from stillframe.restore.load import pull
+    from stillframe.restore.statistics import statistics
 
     read = [each for each in chosen if each.kind != "value"]
     figures: _Figures = {}

@@ -11,13 +11,13 @@ from typing import Annotated
 
 import typer
 
-from stillframe.catalog import Catalog
+from stillframe.checkpoint import survey
+from stillframe.checkpoint.catalog import Catalog
+from stillframe.checkpoint.stored import Stored
 from stillframe.cli import output
 from stillframe.cli.arguments import Json, Rank, Root
 from stillframe.convert import choose
 from stillframe.errors import ConfigError, ExistsError, NotFoundError
-from stillframe.inspect import survey
-from stillframe.restore.stored import Stored
 from stillframe.units import format_bytes, parse_bytes
 
 _TORCH = {".pt", ".pth", ".bin", ".ckpt"}

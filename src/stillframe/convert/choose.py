@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from stillframe.checkpoint.contents import Entry, entries, key_of
+from stillframe.checkpoint.stored import Stored
 from stillframe.errors import ConfigError, NotFoundError
 from stillframe.format.tree import (
     ArrayNode,
@@ -18,8 +20,6 @@ from stillframe.format.tree import (
     TensorNode,
     TupleNode,
 )
-from stillframe.inspect.contents import Entry, entries, key_of
-from stillframe.restore.stored import Stored
 
 _MODEL = "model"
 _ALONE = "tensor"

@@ -16,18 +16,17 @@ from typing import Any
 import msgspec
 import torch
 
+from stillframe.checkpoint.contents import Entry
+from stillframe.checkpoint.stored import Stored
 from stillframe.convert.choose import Choice, Named, check_names
 from stillframe.convert.foreign import dcp_errors, refused_by_torch
 from stillframe.errors import ConfigError, ExistsError
 from stillframe.format.segment import ITEM_BYTES, Shard, encode_header
 from stillframe.format.tree import ArrayNode, LeafNode, ShardedNode, TensorNode, ValueNode
-from stillframe.inspect.contents import Entry
-from stillframe.restore.build import Builder, Later
+from stillframe.restore.load import Builder, Later, pull
 from stillframe.restore.place import Placement, StoredTensor
-from stillframe.restore.pull import pull
-from stillframe.restore.stored import Stored
-from stillframe.stage.spread import Box
-from stillframe.storage import durable
+from stillframe.state.boxes import Box
+from stillframe.store import durable
 
 _INDEX = "model.safetensors.index.json"
 OnBytes = Callable[[int], None]

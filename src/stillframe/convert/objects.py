@@ -11,7 +11,7 @@ import torch
 
 from stillframe.convert.export import publishing
 from stillframe.format import names
-from stillframe.storage import durable
+from stillframe.store import durable
 
 
 def write_object(path: str | os.PathLike[str], value: Any) -> None:

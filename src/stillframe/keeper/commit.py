@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Protocol
 
 from stillframe import errors
-from stillframe.catalog import Catalog
+from stillframe.checkpoint.catalog import Catalog
+from stillframe.checkpoint.lock import Life, life_of
 from stillframe.errors import DeadlineError, ExistsError, FormatError, KeeperError, StateError
 from stillframe.format import limits, names
 from stillframe.format.records import (
@@ -36,9 +37,8 @@ from stillframe.format.records import (
 )
 from stillframe.format.segment import OF_TEAM
 from stillframe.format.tree import DictNode, LeafNode, ListNode, Node, ObjectNode, ShardedNode, TupleNode
-from stillframe.keeper.flush import Flush
-from stillframe.keeper.lock import Life, life_of
-from stillframe.storage import durable
+from stillframe.keeper.segment import Flush
+from stillframe.store import durable
 from stillframe.units import format_ranks
 
 COORDINATOR = 0

@@ -1,25 +1,33 @@
-"""What the keeper tells about its work (:mod:`stillframe.events`): when each save reached what, and how far it is."""
+"""What the keeper tells about its work (:mod:`stillframe.format.events`): how far each save is, and when."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import queue
 import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
 
 import stillframe
-from stillframe import events
-from stillframe.events import EventLog, InFlight
+from stillframe.checkpoint.events import DIRECTORY, MAX_BYTES, event_files
+from stillframe.format import events
+from stillframe.format.events import InFlight
 from stillframe.keeper.commit import Terms
-from stillframe.keeper.flush import Flush
+from stillframe.keeper.segment import Flush
 from stillframe.link import messages
 from stillframe.retention import Keep
+from stillframe.store import durable
 
 _PERIOD_S = 1.0
 _MAX_ATTEMPTS = 20
 """Of a rank, whose events are kept."""
+_MAX_WAITING = 10_000
+_CLOSE_S = 2.0
 
 
 class Journal:
@@ -44,7 +52,7 @@ class Journal:
         """The root is ours; nothing is told before."""
         if self._log is None:
             with contextlib.suppress(OSError):
-                events.forget(self._terms.root, self._rank, _MAX_ATTEMPTS)
+                forget(self._terms.root, self._rank, _MAX_ATTEMPTS)
             self._log = EventLog(self._terms.root, self._rank, self._terms.attempt, self._run)
 
     def _write(self, event: events.Event) -> None:
@@ -97,3 +105,56 @@ class Journal:
 
     def _unix(self, monotonic_s: float | None) -> float | None:
         return None if monotonic_s is None else monotonic_s + self._unix_s
+
+
+class EventLog:
+    """Where one rank's keeper writes.  Thread: safe from any.  Never raises, and never waits for the storage.
+
+    A thread of its own writes; when very much is waiting for it, more is lost.
+
+    ``head``: what every file of the log begins with.
+    """
+
+    def __init__(self, root: Path, rank: int, attempt: str, head: events.Run) -> None:
+        self._path = root / DIRECTORY / f"rank-{rank:05d}-{attempt}.jsonl"
+        self._head = head
+        self._queue: queue.Queue[events.Event | None] = queue.Queue(_MAX_WAITING)
+        self._fd = -1
+        self._thread = threading.Thread(target=self._run, name="stillframe-events", daemon=True)
+        self._thread.start()
+
+    def write(self, event: events.Event) -> None:
+        with contextlib.suppress(queue.Full):
+            self._queue.put_nowait(event)
+
+    def close(self) -> None:
+        """What is waiting is written, if the storage answers."""
+        with contextlib.suppress(queue.Full):
+            self._queue.put_nowait(None)
+        self._thread.join(_CLOSE_S)
+
+    def _run(self) -> None:
+        while (event := self._queue.get()) is not None:
+            with contextlib.suppress(Exception):  # a full disk, text that is none: it only tells
+                self._append(msgspec.json.encode(event) + b"\n")
+
+    def _append(self, line: bytes) -> None:
+        if self._fd >= 0 and os.fstat(self._fd).st_size + len(line) > MAX_BYTES:
+            os.close(self._fd)
+            self._fd = -1
+            durable.move(self._path, self._path.with_name(self._path.name + ".1"))
+        if self._fd < 0:
+            self._path.parent.mkdir(exist_ok=True)
+            self._fd = durable.open_file(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+            # Its time makes the first line of each file another one: that is what a file can be known by.
+            line = msgspec.json.encode(msgspec.structs.replace(self._head, at_s=time.time())) + b"\n" + line
+        os.write(self._fd, line)
+
+
+def forget(root: Path, rank: int, attempts: int) -> None:
+    """Remove a rank's files of all but so many of its attempts, the oldest first; raises ``OSError``."""
+    own = [paths for key, paths in event_files(root).items() if key[0] == rank]
+    own.sort(key=lambda paths: max(path.stat().st_mtime for path in paths))
+    for paths in own[:-attempts]:
+        for path in paths:
+            durable.remove(path)

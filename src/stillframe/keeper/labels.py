@@ -16,12 +16,12 @@ from pathlib import Path
 
 import msgspec
 
-from stillframe.catalog import Catalog
+from stillframe.checkpoint.catalog import Catalog
 from stillframe.errors import ConfigError, ExistsError, StillframeError
 from stillframe.format import limits, names
 from stillframe.format.records import decode_manifest
 from stillframe.model import Label, check_label_name
-from stillframe.storage import durable
+from stillframe.store import durable
 
 
 class _Kept(msgspec.Struct, frozen=True):

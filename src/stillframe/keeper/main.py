@@ -21,22 +21,22 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from stillframe import errors
-from stillframe.catalog import Catalog
+from stillframe.checkpoint.catalog import Catalog
+from stillframe.checkpoint.lock import RootLock
 from stillframe.errors import StillframeError, StorageError
 from stillframe.format.records import Failure
 from stillframe.keeper import labels
 from stillframe.keeper.commit import COORDINATOR, Coordinator, Member, Terms
-from stillframe.keeper.flush import Fingerprint, Flush, read_draft, report_failure
+from stillframe.keeper.commit_loop import Waiting, longest_pause_s
 from stillframe.keeper.journal import Journal
-from stillframe.keeper.lock import RootLock
-from stillframe.keeper.prune import Pruner, remove_spares, sweep
-from stillframe.keeper.waiting import Waiting, longest_pause_s
+from stillframe.keeper.retention import Pruner, remove_spares, sweep
+from stillframe.keeper.segment import Fingerprint, Flush, read_draft, report_failure
 from stillframe.link import messages
 from stillframe.link.channel import Channel
 from stillframe.link.messages import FromKeeper, FromTrainer
 from stillframe.model import CHUNK_BYTES
 from stillframe.retention import Keep
-from stillframe.storage import durable
+from stillframe.store import durable
 
 _WRITERS = 4
 """Threads that hash and write: more than one so that the disk never waits for a hash."""

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import torch
 
+from stillframe.checkpoint.stored import Stored
 from stillframe.errors import MismatchError
 from stillframe.format import values
 from stillframe.format.tree import (
@@ -28,13 +29,12 @@ from stillframe.format.tree import (
     ValueNode,
     render,
 )
-from stillframe.restore.build import Builder, Later, has_live_parts
+from stillframe.restore.load import Builder, Later, has_live_parts
 from stillframe.restore.objects import Objects
 from stillframe.restore.place import Placement, StoredTensor
-from stillframe.restore.stored import Stored
-from stillframe.stage.leaves import is_array
-from stillframe.stage.train_state import TrainState
-from stillframe.stage.walk import is_stateful
+from stillframe.state.dtypes import is_array
+from stillframe.state.train_state import TrainState
+from stillframe.state.walk import is_stateful
 
 _MAX_LISTED = 50
 

@@ -25,9 +25,9 @@ from stillframe.format.tree import (
     ValueNode,
     render,
 )
-from stillframe.restore.build import Later
-from stillframe.stage.train_state import TrainState, clean
-from stillframe.stage.walk import module_state
+from stillframe.restore.load import Later
+from stillframe.state.train_state import TrainState, clean
+from stillframe.state.walk import module_state
 
 if TYPE_CHECKING:
     from stillframe.restore.match import Match

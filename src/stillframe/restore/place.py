@@ -17,16 +17,15 @@ from typing import Any
 
 import torch
 
-from stillframe.catalog import Checkpoint
+from stillframe.checkpoint.catalog import Checkpoint
+from stillframe.checkpoint.read import read_chunks
+from stillframe.checkpoint.stored import Piece, Stored
 from stillframe.errors import FormatError, MismatchError
 from stillframe.format.segment import Shard
 from stillframe.format.tree import ShardedNode, TensorNode, View
-from stillframe.restore.read import read_chunks
-from stillframe.restore.stored import Piece, Stored
-from stillframe.stage.copies import pieces
-from stillframe.stage.device import is_plain
-from stillframe.stage.leaves import DTYPES, byte_extent
-from stillframe.stage.spread import Box, boxes_of, is_dtensor, local_of
+from stillframe.state.boxes import Box, boxes_of, is_dtensor, local_of
+from stillframe.state.dtypes import DTYPES
+from stillframe.state.memory import byte_extent, is_plain, pieces
 
 StoredTensor = TensorNode | ShardedNode
 

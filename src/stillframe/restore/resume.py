@@ -16,12 +16,12 @@ from typing import Any
 
 import msgspec
 
-from stillframe.catalog import Catalog
+from stillframe.checkpoint.catalog import Catalog
+from stillframe.checkpoint.stored import Stored
 from stillframe.errors import IntegrityError, MismatchError, NotFoundError, StorageError
-from stillframe.group import Group, Outcome, check_same
 from stillframe.model import RestoreReport, SkippedStep
+from stillframe.ranks.group import Group, Outcome, check_same
 from stillframe.restore.match import Match
-from stillframe.restore.stored import Stored
 from stillframe.units import format_ranks
 
 logger = logging.getLogger("stillframe")

@@ -1,0 +1,87 @@
+"""Reading every byte of a checkpoint again: is it what was written?"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from stillframe.checkpoint.catalog import Checkpoint
+from stillframe.checkpoint.read import check_header, read_chunks
+from stillframe.errors import IntegrityError
+
+_RANKS_AT_ONCE = 16
+"""Their seals and files are held open together."""
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """Something that is not as it was written."""
+
+    file: Path
+    rank: int
+    chunk: int | None
+    """``None``: it is not one chunk that is damaged, but the seal, the header, or all of the file."""
+    tensors: tuple[str, ...]
+    """What lies in it."""
+    message: str
+
+
+@dataclass(slots=True)
+class Verdict:
+    """What :func:`verify` found of one step."""
+
+    step: int
+    bytes: int = 0
+    """Read and found whole."""
+    damages: list[Damage] = field(default_factory=list)
+
+    @property
+    def is_whole(self) -> bool:
+        return not self.damages
+
+
+def verify(checkpoint: Checkpoint, on_bytes: Callable[[int], None] = lambda _count: None) -> Verdict:
+    """Every seal, header and chunk of every rank against its checksum; goes on after damage, so that all is named.
+
+    ``on_bytes`` is told, from several threads, of bytes that have been read.
+    Raises: :class:`StorageError` if something cannot be read for now (permissions, no descriptors).
+    """
+    verdict = Verdict(checkpoint.step)
+    lock = threading.Lock()
+
+    def read(_rank: int, _shards: object, start: int, end: int, _buffer: object) -> None:
+        with lock:
+            verdict.bytes += end - start
+        on_bytes(end - start)
+
+    def damaged(rank: int, chunk: int | None, error: IntegrityError) -> None:
+        sealed = checkpoint.of(rank)
+        segment = sealed.seal.segment
+        tensors: tuple[str, ...] = ()
+        if chunk is not None:
+            start, end = chunk * segment.chunk_bytes, (chunk + 1) * segment.chunk_bytes
+            tensors = tuple(shard.name for shard in sealed.seal.shards if shard.start < end and start < shard.end)
+        with lock:
+            verdict.damages.append(Damage(sealed.path, rank, chunk, tensors, str(error)))
+        on_bytes(segment.chunk_bytes if chunk is not None else 0)
+
+    ranks = checkpoint.manifest.ranks
+    for at in range(0, len(ranks), _RANKS_AT_ONCE):
+        wanted: list[tuple[int, int]] = []
+        for entry in ranks[at : at + _RANKS_AT_ONCE]:
+            try:
+                sealed = checkpoint.of(entry.rank)
+                if not sealed.seal.segment.chunks:
+                    check_header(sealed)  # of the others it is checked before their chunks
+            except IntegrityError as error:
+                verdict.damages.append(Damage(checkpoint.path / entry.segment, entry.rank, None, (), str(error)))
+            else:
+                wanted += [(entry.rank, number) for number in range(len(sealed.seal.segment.chunks))]
+        if wanted:
+            read_chunks(checkpoint, wanted, read, damaged)
+        for entry in ranks[at : at + _RANKS_AT_ONCE]:
+            checkpoint.release(entry.rank)
+    verdict.damages.sort(key=lambda damage: (damage.rank, -1 if damage.chunk is None else damage.chunk))
+    return verdict

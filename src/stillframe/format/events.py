@@ -1,0 +1,115 @@
+"""What happened in a run: typed events, one JSON object a line, one file for each rank and attempt.
+
+    <root>/events/rank-00000-<attempt>.jsonl
+
+Written by the keeper, beside its work: a line for each save when it is over, one for the updates since the save
+before, one a second while bytes are on their way.  Times are seconds of the Unix epoch by the writer's clock.
+
+Promise: events tell about checkpoints and decide nothing.  They are not made durable, a line that cannot be written
+is lost, and one that cannot be read is passed over.  A file that has grown to ``MAX_BYTES`` makes room for a new one,
+and the one before that goes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Union
+
+import msgspec
+
+
+class _Event(msgspec.Struct, frozen=True, tag_field="kind", tag=str.lower):
+    at_s: float
+    """When it was written."""
+
+
+class Run(_Event, frozen=True):
+    """A keeper began to work."""
+
+    rank: int
+    world_size: int
+    attempt: str
+    host: str
+    pid: int
+    version: str
+    keep_last: int | None = None
+    keep_every: int | None = None
+
+
+class Save(_Event, frozen=True):
+    """A save is over."""
+
+    step: int
+    outcome: str
+    """``committed`` or ``failed``."""
+    bytes: int
+    requested_s: float
+    returned_s: float | None = None
+    stage_begin_s: float | None = None
+    staged_s: float | None = None
+    flush_begin_s: float | None = None
+    sealed_s: float | None = None
+    committed_s: float | None = None
+    error: str = ""
+
+
+class Update(msgspec.Struct, frozen=True, array_like=True):
+    """An update of the state: when it was about to begin, and how long the fence held it back."""
+
+    at_s: float
+    waited_s: float
+
+
+class Updates(_Event, frozen=True):
+    """The updates since the last such event, or the newest of them if they were very many."""
+
+    updates: list[Update]
+
+
+class Restore(_Event, frozen=True):
+    """A restore ended."""
+
+    step: int | None
+    bytes: int
+    seconds: float
+    passed_over: list[int] = []
+    """Damaged steps."""
+
+
+class InFlight(msgspec.Struct, frozen=True):
+    """A save on its way."""
+
+    step: int
+    phase: str
+    """``staging``, ``flushing`` or ``sealed``."""
+    requested_s: float
+    total_bytes: int
+    staged_bytes: int
+    flushed_bytes: int
+
+
+class Progress(_Event, frozen=True):
+    """How far the saves in flight have come."""
+
+    saves: list[InFlight]
+    arena_bytes: int
+    arena_used_bytes: int
+
+
+class End(_Event, frozen=True):
+    """The keeper has finished and goes."""
+
+    is_closed: bool
+    """The trainer said so; else it was gone."""
+
+
+Event = Union[Run, Save, Updates, Restore, Progress, End]  # noqa: UP007
+_decoder = msgspec.json.Decoder(Event)
+
+
+def decode_lines(data: bytes) -> Iterator[Event]:
+    """Lines that are cut off, or of kinds that this version does not know, are passed over."""
+    for line in data.splitlines():
+        with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError):
+            yield _decoder.decode(line)

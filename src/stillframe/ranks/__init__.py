@@ -1,0 +1,1 @@
+"""How ranks agree: the group that talks, and what is agreed on when a run begins."""

@@ -1,0 +1,93 @@
+"""What ranks agree on when a run starts: one root, one version, one policy, and the attempt that names their files."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import socket
+from collections.abc import Callable
+
+import msgspec
+
+import stillframe
+from stillframe.checkpoint.catalog import Catalog
+from stillframe.errors import ConfigError
+from stillframe.ranks.group import Group, Outcome, check_same
+from stillframe.retention import Keep
+
+NODE = "{node}"
+
+
+class _Hello(msgspec.Struct, frozen=True):
+    root: str
+    shared: bool
+    version: str
+    world_size: int
+    keep: str
+    deadline_s: float
+
+
+class _Attempt(msgspec.Struct, frozen=True):
+    attempt: str
+
+
+class _Newest(msgspec.Struct, frozen=True):
+    step: int
+
+
+def resolve_root(root: str | os.PathLike[str], shared: bool | None, group: Group) -> tuple[str, bool]:
+    """The directory of this rank, and whether all ranks see the same one."""
+    if shared is not None and not isinstance(shared, bool):
+        raise ConfigError(f"shared={shared!r}: give True, False or None")
+    text = os.fspath(root)
+    if not isinstance(text, str):
+        raise ConfigError(f"root={root!r}: give a str or a path")
+    if NODE in text:
+        if shared:
+            raise ConfigError(f"root={text!r} is another one on each node, so shared=True cannot be")
+        shared = False
+        text = text.replace(NODE, os.environ.get("STILLFRAME_NODE") or socket.gethostname())
+    if re.search(r"\{\w*\}", text):
+        raise ConfigError(f"root={text!r}: {NODE} is the only thing in braces that is replaced")
+    return text, shared is not False or group.world_size == 1
+
+
+def agree_on_attempt(group: Group, catalog: Catalog, keep: Keep | None) -> str:
+    """The id of this attempt, the same on every rank.  Blocks until all ranks are here.
+
+    Raises: :class:`ConfigError` naming the ranks that differ; :class:`DeadlineError` naming those that did not come.
+    """
+    is_shared = catalog.rank is None
+    hello = _Hello(
+        root=str(catalog.root) if is_shared else "",
+        shared=is_shared,
+        version=stillframe.__version__,
+        world_size=group.world_size,
+        keep=repr(keep),
+        deadline_s=group.deadline_s,
+    )
+
+    def judge(outcomes: list[Outcome]) -> _Attempt:
+        hellos = [msgspec.convert(each.value, _Hello, from_attributes=True) for each in outcomes]
+        for name in _Hello.__struct_fields__:
+            check_same(name, [getattr(each, name) for each in hellos])
+        return _Attempt(secrets.token_hex(4))
+
+    return group.decide(f"starting to use {catalog.root}", lambda: hello, judge, _Attempt).attempt
+
+
+def agree_on_next(group: Group, catalog: Catalog, settle: Callable[[], None]) -> int:
+    """One more than the greatest step that any rank has a directory of.  ``settle`` runs before anyone looks."""
+
+    def look() -> int:
+        settle()
+        return max(catalog.step_dirs(), default=-1)
+
+    def judge(outcomes: list[Outcome]) -> _Newest:
+        for each in outcomes:
+            if each.error is not None:
+                raise each.error
+        return _Newest(max(each.value for each in outcomes))
+
+    return group.decide(f"looking for the newest step in {catalog.root}", look, judge, _Newest).step + 1

@@ -1,1 +1,0 @@
-"""From live objects to chunks in the arena: walk, plan, capture, stage, fence.  Knows torch; knows no files."""

@@ -1,0 +1,1 @@
+"""What a state is: walked, named by dtype, cut into boxes and divided over ranks.  Knows torch; knows no files."""

@@ -1,0 +1,353 @@
+"""One pass over a state: its tensors, its plain values, and its structure as a flat list of tokens.
+
+The pass runs on the training thread at every save, so it does little per leaf: it appends.  Two
+states have the same structure if and only if their tokens are equal; then the plan of the save
+before is reused, and neither tree nor paths are built.
+
+It also decides what may change before the next update and must be captured by ``save`` itself:
+tensors of a module that are not its parameters (buffers change in forward), and all tensors of
+objects that are neither modules nor optimizers (a data loader moves on in forward).  Parameters,
+optimizer state, and tensors that stand in the state by themselves are staged lazily.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from stillframe.errors import UnsupportedStateError
+from stillframe.format import limits, values
+from stillframe.format.tree import (
+    ArrayNode,
+    DictNode,
+    LeafNode,
+    ListNode,
+    Node,
+    ObjectNode,
+    Path,
+    ShardedNode,
+    TensorNode,
+    TupleNode,
+    ValueNode,
+    render,
+)
+from stillframe.format.values import Unencodable
+from stillframe.state.boxes import Part, dtensor_class, local_of
+from stillframe.state.codecs import leaf_of
+from stillframe.state.dtypes import PLAIN_TENSORS, array_as_tensor, check_tensor, is_array
+from stillframe.state.memory import byte_extent
+from stillframe.state.train_state import TrainState
+
+# Tokens are tuples that start with one of these; a dict's keys and a list's length follow.
+_DICT, _ORDERED, _LIST, _TUPLE, _OBJECT, _LEAF, _ARRAY, _TENSOR, _VALUE, _SHARDED = range(10)
+_TENSOR_TOKEN = (_TENSOR,)
+_VALUE_TOKEN = (_VALUE,)
+_STR_KEYS = {str}
+_INT_KEYS = {int}
+
+
+class Walk:
+    """What one pass found.  ``tensors[i]`` may change before the next update where ``is_volatile[i]``."""
+
+    def __init__(self, state: Any) -> None:
+        self.tokens: list[tuple[Any, ...]] = []
+        self.tensors: list[torch.Tensor] = []
+        self.is_volatile: list[bool] = []
+        self.values: list[Any] = []
+        self.dtensors: dict[int, Any] = {}
+        """Those of the tensors that are this rank's part of a DTensor."""
+        self.parts: dict[int, Part] = {}
+        """Those of the tensors that were given as a box of one."""
+        self.owners: list[torch.nn.Module | torch.optim.Optimizer] = []
+        """The modules and optimizers met: they know which tensors other ranks hold, too."""
+        self._dtensor = dtensor_class()
+        self._is_volatile = False
+        self._module: torch.nn.Module | None = None
+        self._parameters: dict[int, list[tuple[int, int]]] | None = None
+        self._depth = 0
+        try:
+            self._visit(state)
+        except Unencodable as reason:
+            raise UnsupportedStateError(refusal(reason, ())) from None
+        except _Refusal as refused:
+            raise UnsupportedStateError(refusal(refused.reason, tuple(reversed(refused.path)))) from None
+
+    def _visit(self, node: Any) -> None:
+        kind = type(node)
+        if kind in PLAIN_TENSORS:
+            self._tensor(node)
+        elif kind is self._dtensor:
+            self._sharded(node)
+        elif kind is dict or kind is OrderedDict:
+            self._dict(node, kind is OrderedDict)
+        elif kind is list:
+            self._list(node)
+        elif kind is tuple:
+            self.tokens.append((_TUPLE, len(node)))
+            self._items(enumerate(node))
+        elif values.is_value(kind):
+            self.tokens.append(_VALUE_TOKEN)
+            self.values.append(_encode(node))
+        else:
+            self._other(node, kind)
+
+    def _tensor(self, tensor: torch.Tensor) -> None:
+        self.tokens.append(_TENSOR_TOKEN)
+        self.tensors.append(tensor)
+        is_volatile = self._is_volatile if self._module is None else not self._is_parameter(tensor)
+        self.is_volatile.append(is_volatile)
+
+    def _sharded(self, tensor: Any) -> None:
+        """A DTensor stands for its local part; what it is a part of belongs to the structure."""
+        local: torch.Tensor = tensor._local_tensor
+        if self._module is None:
+            is_volatile = self._is_volatile
+        else:  # a parameter that is a DTensor says so itself
+            is_volatile = not (getattr(tensor, "_is_param", False) or self._is_part_of_parameter(local))
+        self.dtensors[len(self.tensors)] = tensor
+        self.tokens.append((_SHARDED, tensor.device_mesh, tensor.placements, tensor.shape))
+        self.tensors.append(local)
+        self.is_volatile.append(is_volatile)
+
+    def _part(self, part: Part) -> None:
+        self.parts[len(self.tensors)] = part
+        self.tokens.append((_SHARDED, part.shape, part.offset))
+        self.tensors.append(part.tensor)
+        self.is_volatile.append(self._is_volatile)
+
+    def _is_part_of_parameter(self, local: torch.Tensor) -> bool:
+        """The same for a DTensor's local part; all ranks must come to the same answer, also one that holds nothing."""
+        if local.numel() or self._module is None or self._dtensor is None:
+            return self._is_parameter(local)
+        return not any(isinstance(each, self._dtensor) for each in self._module.buffers())
+
+    def _is_parameter(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor of the module at hand lies within the memory of one of its parameters."""
+        assert self._module is not None
+        if tensor.layout is not torch.strided or not tensor.numel():
+            return False
+        if self._parameters is None:
+            self._parameters = {}
+            for each in map(local_of, self._module.parameters()):
+                if each.layout is torch.strided and each.numel():
+                    self._parameters.setdefault(each.untyped_storage().data_ptr(), []).append(byte_extent(each))
+        start, end = byte_extent(tensor)
+        extents = self._parameters.get(tensor.untyped_storage().data_ptr(), ())
+        return any(first <= start and end <= last for first, last in extents)
+
+    def _dict(self, node: dict[Any, Any], is_ordered: bool) -> None:
+        kinds = set(map(type, node))
+        keys = tuple(node)
+        exact: Any = None
+        if kinds - _STR_KEYS:
+            # 1, True and 1.0 are equal as keys but not as types: compare what is stored.
+            exact = "ints" if kinds == _INT_KEYS else tuple(repr(_encode(key)) for key in keys)
+        self.tokens.append((_ORDERED if is_ordered else _DICT, keys, exact))
+        self._items(node.items())
+
+    def _list(self, node: list[Any]) -> None:
+        if values.is_plain_list(node):
+            self.tokens.append(_VALUE_TOKEN)
+            self.values.append(list(node))
+        else:
+            self.tokens.append((_LIST, len(node)))
+            self._items(enumerate(node))
+
+    def _items(self, items: Any) -> None:
+        self._deeper()
+        key: Any = None
+        try:
+            for key, item in items:  # noqa: B007 - read by the handlers below
+                kind = type(item)
+                if kind is torch.nn.Parameter or (kind is torch.Tensor and self._module is None):
+                    # The commonest leaves, without a call: a parameter is never volatile in its module.
+                    self.tokens.append(_TENSOR_TOKEN)
+                    self.tensors.append(item)
+                    self.is_volatile.append(self._module is None and self._is_volatile)
+                elif kind is self._dtensor:
+                    self._sharded(item)
+                else:
+                    self._visit(item)
+        except _Refusal as refused:
+            refused.path.append(key)
+            raise
+        except Unencodable as reason:
+            raise _Refusal(reason, key) from None
+        self._depth -= 1
+
+    def _deeper(self) -> None:
+        self._depth += 1
+        if self._depth > limits.MAX_DEPTH:
+            raise Unencodable(f"nested deeper than {limits.MAX_DEPTH} levels; does it contain itself?")
+
+    def _other(self, node: Any, kind: type) -> None:
+        leaf = leaf_of(kind)
+        if leaf is not None:
+            self.tokens.append((_LEAF, leaf.name))
+            self._within(leaf.encode(node), is_volatile=True)
+        elif isinstance(node, torch.Tensor):
+            check_tensor(node)
+            raise Unencodable(f"a tensor of class {kind.__qualname__}")
+        elif is_array(node):
+            tensor = array_as_tensor(node)
+            self.tokens.append((_ARRAY, node.dtype.str))
+            self.tensors.append(tensor)
+            self.is_volatile.append(True)
+        elif kind is TrainState:
+            self._train_state(node)
+        elif kind is Part:
+            self._part(node)
+        elif is_stateful(node):
+            self._object(node, kind)
+        else:
+            raise Unencodable(_refuse(kind))
+
+    def _object(self, node: Any, kind: type) -> None:
+        self.tokens.append((_OBJECT, f"{kind.__module__}.{kind.__qualname__}"))
+        if isinstance(node, torch.nn.Module):
+            self.owners.append(node)
+            self._within(module_state(node), module=node)
+        else:
+            if isinstance(node, torch.optim.Optimizer):
+                self.owners.append(node)
+            self._within(plain_dict(node.state_dict()), is_volatile=not isinstance(node, torch.optim.Optimizer))
+
+    def _train_state(self, node: TrainState) -> None:
+        has_optimizer = node.optimizer is not None
+        self.tokens.append((_OBJECT, "stillframe.TrainState", type(node.model)))
+        self.tokens.append((_DICT, ("model", *(("optimizer",) if has_optimizer else ()), *node.more), None))
+        self.owners.append(node.model)
+        self._at("model", lambda: self._within(node.model_state(), module=node.module))
+        if node.optimizer is not None:
+            self.owners.append(node.optimizer)
+            self._at("optimizer", lambda: self._within(node.optimizer_state()))
+        self._items(node.more.items())
+
+    def _at(self, key: str, visit: Callable[[], None]) -> None:
+        """Visit what stands under a key that is no dict's."""
+        try:
+            visit()
+        except _Refusal as refused:
+            refused.path.append(key)
+            raise
+        except Unencodable as reason:
+            raise _Refusal(reason, key) from None
+
+    def _within(self, node: Any, *, is_volatile: bool = False, module: torch.nn.Module | None = None) -> None:
+        before = self._is_volatile, self._module, self._parameters
+        self._is_volatile, self._module, self._parameters = is_volatile, module, None
+        self._deeper()
+        self._visit(node)
+        self._depth -= 1
+        self._is_volatile, self._module, self._parameters = before
+
+
+def storable(value: Any) -> bool:
+    """Whether a value comes back as it was, without a live object to put it into."""
+    try:
+        walk = Walk(value)
+    except UnsupportedStateError:
+        return False
+    return not walk.parts and all(token[0] != _OBJECT for token in walk.tokens)
+
+
+def is_stateful(node: object) -> bool:
+    """Whether it is an object (not a class) with a state of its own."""
+    if isinstance(node, type):
+        return False
+    return callable(getattr(node, "state_dict", None)) and callable(getattr(node, "load_state_dict", None))
+
+
+def module_state(module: torch.nn.Module) -> dict[str, Any]:
+    """The module's state dict holding its live parameters themselves where that can be had."""
+    if type(module).state_dict is torch.nn.Module.state_dict:
+        return dict(module.state_dict(keep_vars=True))
+    return dict(module.state_dict())
+
+
+def plain_dict(state: Any) -> Any:
+    """An object's own state dict may be ordered; that is no part of its content."""
+    return dict(state) if type(state) is OrderedDict else state
+
+
+def _encode(value: Any) -> Any:
+    return values.encode(value)
+
+
+def _refuse(kind: type) -> str:
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    if issubclass(kind, dict | list | tuple):
+        base = next(base for base in (dict, list, tuple) if issubclass(kind, base))
+        return f"a {name}, which would come back as a plain {base.__name__}; convert it with {base.__name__}(…)"
+    return f"an object of type {name}"
+
+
+class _Refusal(Exception):
+    """An :class:`Unencodable` on its way up, collecting the keys that lead to it, innermost first."""
+
+    def __init__(self, reason: Unencodable, *keys: Any) -> None:
+        super().__init__()
+        self.reason = reason
+        self.path: list[Any] = list(keys)
+
+
+def refusal(reason: Unencodable, path: Path) -> str:
+    where = f"state[{render(path)!r}]" if path else "the state"
+    return (
+        f"{where} is {reason}: stillframe cannot store it exactly, and does not pickle. Leave it out, "
+        "convert it to plain values and tensors, or teach stillframe with register_leaf(type, name, encode, decode)"
+    )
+
+
+class TreeBuilder:
+    """The tree and the paths that a list of tokens stands for; used only when the structure is new."""
+
+    def __init__(self, tokens: list[tuple[Any, ...]]) -> None:
+        self.tensor_paths: list[Path] = []
+        self._leaves: Sequence[TensorNode | ShardedNode] = ()
+        self._values = 0
+        self._tokens: Iterator[tuple[Any, ...]] = iter(tokens)
+
+    def build(self, leaves: Sequence[TensorNode | ShardedNode]) -> Node:
+        """``leaves[i]`` says where the i-th tensor of the walk is stored."""
+        self._leaves = leaves
+        return self._build()
+
+    def paths(self) -> list[Path]:
+        """The path of every tensor, in the order of the walk."""
+        self._leaves = ()
+        self._build()
+        return self.tensor_paths
+
+    def _build(self, path: Path = ()) -> Node:
+        kind, *rest = next(self._tokens)
+        if kind in (_TENSOR, _ARRAY, _SHARDED):
+            return self._tensor(path, rest if kind == _ARRAY else [])
+        if kind == _VALUE:
+            self._values += 1
+            return ValueNode(self._values - 1)
+        if kind in (_DICT, _ORDERED):
+            keys = rest[0]
+            items = [self._build((*path, key)) for key in keys]
+            return DictNode([self._key(key, path) for key in keys], items, is_ordered=kind == _ORDERED)
+        if kind == _OBJECT:
+            return ObjectNode(rest[0], self._build(path))
+        if kind == _LEAF:
+            return LeafNode(rest[0], self._build(path))
+        items = [self._build((*path, index)) for index in range(rest[0])]
+        return ListNode(items) if kind == _LIST else TupleNode(items)
+
+    def _key(self, key: Any, path: Path) -> Any:
+        try:
+            return _encode(key)
+        except Unencodable as reason:
+            raise UnsupportedStateError(refusal(Unencodable(f"a dict with {reason} as a key"), path)) from None
+
+    def _tensor(self, path: Path, rest: list[Any]) -> Node:
+        index = len(self.tensor_paths)
+        self.tensor_paths.append(path)
+        leaf = self._leaves[index] if self._leaves else TensorNode(index)
+        return ArrayNode(leaf.shard, rest[0]) if rest and isinstance(leaf, TensorNode) else leaf

@@ -1,0 +1,1 @@
+"""Names ↔ immutable bytes: the narrow waist.  The only room that touches a file."""

@@ -1,0 +1,223 @@
+"""The store on a file system.  What a path may be is decided in :mod:`.root`; large files are written in :mod:`.blob`.
+
+Durability: a file is fsynced under a partial name, takes its key by ``rename`` or ``link``, and then its directory is
+fsynced; before that, once, the entry of that directory in the one above, whoever made it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final, TypeVar
+
+from stillframe.store.blob import BlobWriter, Spare, read_blob
+from stillframe.store.calls import CALLS, Calls
+from stillframe.store.protocol import Capabilities, Data, Info, check_key
+from stillframe.store.root import Root
+from stillframe.store.trouble import translated, trouble
+
+_T = TypeVar("_T")
+_NO_LINKS: Final = {errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EMLINK}
+_TRIES: Final = 3
+"""A directory that is empty may be removed by another client while we are about to put something into it."""
+
+
+class PosixStore:
+    """``spare``: the name, in the root, of a removed blob that is kept for the next one to be written over it."""
+
+    def __init__(self, root: str | os.PathLike[str], *, spare: str = "", calls: Calls = CALLS) -> None:
+        self._calls = calls
+        self._root = Root(os.path.abspath(os.fspath(root)), calls)
+        self._spare_name = spare
+        self._spare = Spare(self._root, spare)
+
+    @property
+    def caps(self) -> Capabilities:
+        is_local = False
+        with contextlib.suppress(OSError), self._root.directory() as fd:
+            is_local = self._calls.is_local(fd)
+        return Capabilities(is_direct=hasattr(os, "O_DIRECT"), lands_late=not is_local, is_on_this_node=is_local)
+
+    def where(self, key: str = "") -> str:
+        return f"{self._root.path}/{key}" if key else self._root.path
+
+    def close(self) -> None:
+        """Let go of what is held for speed: open directories, and the spare blob.  Raises :class:`StorageError`."""
+        self._root.close()
+        if self._spare_name:
+            self.delete([self._spare_name])
+
+    # --- the seven verbs -------------------------------------------------------------------
+
+    def put(self, key: str, data: Data, durable: bool = True) -> None:
+        def work(fd: int, name: str) -> None:
+            with self._partial_file(fd, name, data, durable) as partial:
+                self._calls.rename(partial, name, fd, fd)
+            if durable:
+                self._root.sync(fd)
+
+        self._write(key, work, durable)
+
+    def put_new(self, key: str, data: Data) -> bool:
+        def work(fd: int, name: str) -> bool:
+            with self._partial_file(fd, name, data, durable=True) as partial:
+                is_new = self._take_name(fd, partial, name)
+            self._root.sync(fd)  # also if it was there: who is told of it relies on it
+            return is_new
+
+        return self._write(key, work, durable=True) or self._holds(key, data)
+
+    def writer(self, key: str, size: int) -> BlobWriter:
+        def work(fd: int, name: str) -> BlobWriter:
+            return BlobWriter(self._root, self._spare, fd, name, size, f"writing {self.where(key)}")
+
+        return self._write(key, work, durable=True)
+
+    def read(self, key: str, start: int, into: memoryview) -> int:
+        with translated(f"reading {self.where(key)}"), self._root.parent(key) as (fd, name):
+            return read_blob(self._root, fd, name, start, into)
+
+    def head(self, key: str) -> Info | None:
+        with translated(f"looking at {self.where(key)}"):
+            try:
+                with self._root.parent(key) as (fd, name):
+                    found = self._calls.stat(name, fd)
+            except FileNotFoundError:
+                return None
+        return Info(found.st_size, stat.S_ISREG(found.st_mode))
+
+    def list(self, directory: str = "") -> Iterator[str]:
+        with translated(f"listing {self.where(directory)}"):
+            try:
+                with self._root.directory(check_key(directory) if directory else ()) as fd:
+                    found = self._calls.entries(fd)
+            except FileNotFoundError:
+                return iter(())
+        return iter([f"{name}/" if is_directory else name for name, is_directory in found])
+
+    def delete(self, keys: Sequence[str]) -> None:
+        by_directory: dict[str, list[str]] = {}
+        for key in keys:
+            *above, name = check_key(key)
+            by_directory.setdefault("/".join(above), []).append(name)
+        first: OSError | None = None
+        for directory, names in by_directory.items():
+            try:
+                first = self._delete_in(directory, names) or first
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                first = first or error
+        if first is not None:
+            raise trouble(f"removing {self.where(first.filename or keys[0])}", first) from first
+
+    # --- what only a file system has: hints and conveniences, which decide nothing ----------
+
+    def append(self, key: str, data: bytes) -> int:
+        """Add to the end of a log, which is not made durable; tells its size.  Raises :class:`StorageError`."""
+
+        def work(fd: int, name: str) -> int:
+            file = self._root.open_in_place(fd, name, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+            try:
+                rest = memoryview(data)
+                while rest:
+                    rest = rest[self._calls.append(file, rest) :]
+                return self._calls.fstat(file).st_size
+            finally:
+                self._calls.close(file)
+
+        return self._write(key, work, durable=False)
+
+    def rename(self, source: str, target: str, durable: bool = True) -> None:
+        """A file or directory takes another name in the root, in the place of a file or of an empty directory."""
+        doing = f"renaming {self.where(source)} to {target}"
+        with translated(doing), self._root.parent(source) as (old_fd, old), self._root.parent(target) as (new_fd, new):
+            self._calls.rename(old, new, old_fd, new_fd)
+            if durable:
+                self._root.sync(new_fd)
+                self._root.sync(old_fd)
+
+    def space(self) -> os.statvfs_result:
+        """Of the file system.  Raises :class:`StorageError`."""
+        with translated(f"looking at {self.where()}"), self._root.directory() as fd:
+            return self._calls.space(fd)
+
+    # --- inside ----------------------------------------------------------------------------
+
+    def _write(self, key: str, work: Callable[[int, str], _T], durable: bool) -> _T:
+        """``work(directory, name)`` in the key's directory, made if need be; again if that is removed meanwhile."""
+        *above, name = check_key(key)
+        with translated(f"writing {self.where(key)}"):
+            for attempt in range(1, _TRIES + 1):
+                try:
+                    with self._root.directory(above, is_made=True, is_durable=durable) as fd:
+                        return work(fd, name)
+                except FileNotFoundError:
+                    if attempt == _TRIES:
+                        raise
+        raise AssertionError
+
+    @contextlib.contextmanager
+    def _partial_file(self, fd: int, name: str, data: Data, durable: bool) -> Iterator[str]:
+        """A whole small file under a name of its own, which is gone at the end."""
+        file, partial = self._root.create_partial(fd, name)
+        try:
+            try:
+                rest, at = memoryview(data), 0
+                while rest:
+                    count = self._calls.pwrite(file, rest, at)
+                    rest, at = rest[count:], at + count
+                if durable:
+                    self._calls.fsync(file)
+            finally:
+                self._calls.close(file)
+            yield partial
+        finally:
+            with contextlib.suppress(OSError):  # as a rule it has its key by now
+                self._calls.unlink(partial, fd)
+
+    def _take_name(self, fd: int, partial: str, name: str) -> bool:
+        """Whether the file has the name now; ``False``: the name is taken, perhaps by a try whose reply was lost."""
+        try:
+            self._calls.link(partial, name, fd)
+            return True
+        except FileExistsError:
+            return False
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+        try:
+            self._calls.rename_new(partial, name, fd)
+            return True
+        except FileExistsError:
+            return False
+
+    def _holds(self, key: str, data: Data) -> bool:
+        """Whether a key holds exactly these bytes."""
+        info = self.head(key)
+        if info is None or not info.is_ours or info.size != len(data):
+            return False
+        buffer = bytearray(len(data))
+        return self.read(key, 0, memoryview(buffer)) == len(data) and buffer == data
+
+    def _delete_in(self, directory: str, names: Sequence[str]) -> OSError | None:
+        """The first error met, after all names have been tried.  Raises ``OSError`` for the directory itself."""
+        first: OSError | None = None
+        with self._root.directory(directory.split("/") if directory else ()) as fd:
+            for name in names:
+                try:
+                    if not self._spare.keep(fd, name):
+                        self._calls.unlink(name, fd)
+                except FileNotFoundError:
+                    continue
+                except OSError as error:
+                    error.filename = f"{directory}/{name}" if directory else name
+                    first = first or error
+            self._root.sync(fd)
+        if directory:
+            with contextlib.suppress(OSError), self._root.parent(directory) as (above, name):
+                self._calls.rmdir(name, above)  # unless others have files there
+        return first

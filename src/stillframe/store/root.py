@@ -1,0 +1,172 @@
+"""What a path of :mod:`.posix` may be: nothing outside the root, ever.
+
+- Every directory on the way to a key is opened from the root's own descriptor, and no link is followed in any of them.
+- Only regular files are opened, in a way that cannot block on a pipe or a device.
+- A file that is changed in place (a lock, a log, a blob that is written over) has one name, and belongs to this user or
+  to the root's owner.  A file that is only read may have more: ``put_new`` itself makes two for a moment, a backup made
+  of hard links is worth reading, and a colleague's checkpoint, too.
+- Names are removed, never what they lead to.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+import stat
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+from stillframe.store.calls import Calls
+from stillframe.store.protocol import PARTIAL, check_key
+
+_DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY
+_PINNED: Final = 4
+
+
+class Root:
+    """Every method raises ``OSError``.  Thread: safe from any."""
+
+    def __init__(self, path: str, calls: Calls) -> None:
+        self.path = path
+        self.calls = calls
+        self._pinning = threading.Lock()
+        self._pinned: dict[str, int] = {}
+        """Directories whose own entry is durable, held open so that no other can have the same inode number."""
+
+    def close(self) -> None:
+        with self._pinning:
+            pinned, self._pinned = self._pinned, {}
+        for fd in pinned.values():
+            self.calls.close(fd)
+
+    # --- directories -----------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def parent(self, key: str) -> Iterator[tuple[int, str]]:
+        """The directory that holds a key, and the name in it."""
+        *above, name = check_key(key)
+        with self.directory(above) as fd:
+            yield fd, name
+
+    @contextlib.contextmanager
+    def directory(self, parts: Sequence[str] = (), *, is_made: bool = False, is_durable: bool = False) -> Iterator[int]:
+        """Opened component by component.  ``is_durable``: its entries, from the root's on, survive a crash."""
+        fd = self._open_root(is_made, is_durable)
+        try:
+            for depth, name in enumerate(parts, 1):
+                child = self._open_below(fd, name, is_made)
+                try:
+                    if is_durable:
+                        self._make_entry_durable("/".join(parts[:depth]), fd, child)
+                except BaseException:
+                    self.calls.close(child)
+                    raise
+                self.calls.close(fd)
+                fd = child
+            yield fd
+        finally:
+            self.calls.close(fd)
+
+    def _open_root(self, is_made: bool, is_durable: bool) -> int:
+        """The root's own path is the user's word: links in it are followed."""
+        try:
+            fd = self.calls.open(self.path, _DIRECTORY)
+        except FileNotFoundError:
+            if not is_made:
+                raise
+            self._make_directories(self.path)
+            fd = self.calls.open(self.path, _DIRECTORY)
+        if is_durable:
+            with contextlib.suppress(PermissionError):  # a parent that we may not open, we have not made either
+                above = self.calls.open(os.path.dirname(self.path), _DIRECTORY)
+                try:
+                    self._make_entry_durable("", above, fd)
+                finally:
+                    self.calls.close(above)
+        return fd
+
+    def _make_directories(self, path: str) -> None:
+        above = os.path.dirname(path)
+        try:
+            fd = self.calls.open(above, _DIRECTORY)
+        except FileNotFoundError:
+            self._make_directories(above)
+            fd = self.calls.open(above, _DIRECTORY)
+        try:
+            with contextlib.suppress(FileExistsError):
+                self.calls.mkdir(os.path.basename(path), fd)
+            self.sync(fd)
+        finally:
+            self.calls.close(fd)
+
+    def _open_below(self, fd: int, name: str, is_made: bool) -> int:
+        flags = _DIRECTORY | os.O_NOFOLLOW
+        try:
+            return self.calls.open(name, flags, fd)
+        except FileNotFoundError:
+            if not is_made:
+                raise
+        with contextlib.suppress(FileExistsError):
+            self.calls.mkdir(name, fd)
+        return self.calls.open(name, flags, fd)
+
+    def _make_entry_durable(self, path: str, above: int, fd: int) -> None:
+        """The directory's entry in the one above, which another client may have made and not synced yet."""
+        with self._pinning:
+            pinned = self._pinned.get(path)
+            if pinned is not None and os.path.samestat(self.calls.fstat(pinned), self.calls.fstat(fd)):
+                return
+        self.sync(above)
+        with self._pinning:
+            dropped = [self._pinned.pop(path)] if path in self._pinned else []
+            if len(self._pinned) >= _PINNED:
+                dropped.append(self._pinned.pop(next(iter(self._pinned))))
+            self._pinned[path] = os.dup(fd)
+            for each in dropped:
+                self.calls.close(each)
+
+    def sync(self, fd: int) -> None:
+        """The entries of a directory are durable."""
+        try:
+            self.calls.fsync(fd)
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # a file system that has no fsync of directories
+                raise
+
+    # --- files -----------------------------------------------------------------------------
+
+    def create_partial(self, fd: int, name: str, flags: int = 0) -> tuple[int, str]:
+        """A new file under a name that no other client uses: a descriptor to write, and the name."""
+        flags |= os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+        while True:
+            partial = partial_name(name)
+            with contextlib.suppress(FileExistsError):
+                return self.calls.open(partial, flags, fd), partial
+
+    def open_regular(self, fd: int, name: str, flags: int) -> int:
+        file = self.calls.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, fd)
+        if not stat.S_ISREG(self.calls.fstat(file).st_mode):
+            self.calls.close(file)
+            raise OSError(errno.ENXIO, "it is not a regular file", name)
+        return file
+
+    def open_in_place(self, fd: int, name: str, flags: int) -> int:
+        """A descriptor of a file whose content may be changed."""
+        file = self.open_regular(fd, name, flags)
+        if not self.is_changeable(self.calls.fstat(file)):
+            self.calls.close(file)
+            raise OSError(errno.ENXIO, "it belongs to another user, or has another name as well", name)
+        return file
+
+    def is_changeable(self, found: os.stat_result) -> bool:
+        owners = {os.geteuid()}
+        with contextlib.suppress(OSError), self.directory() as root:
+            owners.add(self.calls.fstat(root).st_uid)  # where a mount shows all files as one user's, this is that one
+        return stat.S_ISREG(found.st_mode) and found.st_nlink == 1 and found.st_uid in owners
+
+
+def partial_name(name: str) -> str:
+    return f"{name}.{secrets.token_hex(4)}{PARTIAL}"

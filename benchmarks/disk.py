@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stillframe.model import CHUNK_BYTES
-from stillframe.store.direct import ReadFile, WriteFile, aligned_buffer
+from stillframe.store.blob import aligned_buffer
 
 _THREADS = 3
 
@@ -29,27 +29,32 @@ def write_raw(path: Path, size: int, data: memoryview, is_over: bool = False) ->
     if not is_over:
         path.unlink(missing_ok=True)
     began = time.perf_counter()
-    file = WriteFile(path, size, is_reused=is_over)
-    for at in range(0, size, CHUNK_BYTES):
-        file.write_at(data[: min(CHUNK_BYTES, size - at)], at)
-    file.finish()
+    fd = os.open(path, os.O_WRONLY | os.O_DIRECT | (0 if is_over else os.O_CREAT), 0o666)
+    try:
+        os.posix_fallocate(fd, 0, size)
+        for at in range(0, size, CHUNK_BYTES):
+            os.pwrite(fd, data[: min(CHUNK_BYTES, size - at)], at)
+        os.ftruncate(fd, size)
+        os.fsync(fd)
+    finally:
+        os.close(fd)
     return time.perf_counter() - began
 
 
 def read_raw(path: Path, size: int) -> float:
     """Seconds of a plain O_DIRECT reader with a few threads, into buffers of its own."""
-    file = ReadFile(path)
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
     buffers = [memoryview(aligned_buffer(CHUNK_BYTES)) for _ in range(_THREADS)]
 
     def read(thread: int) -> None:
         for at in range(thread * CHUNK_BYTES, size, _THREADS * CHUNK_BYTES):
-            file.read_at(buffers[thread][: min(CHUNK_BYTES, size - at)], at)
+            os.preadv(fd, [buffers[thread][: min(CHUNK_BYTES, size - at)]], at)
 
     began = time.perf_counter()
     with ThreadPoolExecutor(_THREADS) as pool:
         list(pool.map(read, range(_THREADS)))
     seconds = time.perf_counter() - began
-    file.close()
+    os.close(fd)
     return seconds
 
 

@@ -34,10 +34,10 @@ from stillframe.format.digest import digest
 from stillframe.format.records import SealDraft, Segment, Team, encode_seal, encode_shards, encode_tree
 from stillframe.format.segment import Shard, Whole, encode_header
 from stillframe.format.tree import DictNode, Node, Part, ShardedNode, ValueNode
-from stillframe.keeper import commit_loop as waiting
 from stillframe.keeper.commit import Coordinator, Terms
+from stillframe.keeper.commit_loop import CommitLoop, longest_pause_s
 from stillframe.keeper.retention import Pruner
-from stillframe.keeper.segment import Flush
+from stillframe.keeper.segment import SegmentWriter
 from stillframe.link import messages
 from stillframe.link.arena import Arena
 from stillframe.link.messages import FromKeeper
@@ -276,7 +276,7 @@ def verify(root: Path, step: int, result: Commits) -> None:
         assert checkpoint.ranks == list(range(result.ranks))
         assert all(len(checkpoint.of(rank).seal.shards) == PARAMETERS * len(PARTS) for rank in checkpoint.ranks)
     result.seal_bytes = (catalog.dir(step) / names.seal(result.ranks - 1, ATTEMPT)).stat().st_size
-    result.manifest_bytes = catalog.manifest_path(step).stat().st_size
+    result.manifest_bytes = (catalog.dir(step) / names.MANIFEST).stat().st_size
 
 
 def count_calls(ranks: Sequence[Rank], traced: Rank, first_step: int, root: Path) -> Calls:
@@ -363,7 +363,7 @@ def collect(root: Path, count: int, console: Console) -> Collected:
     """A directory as so many keepers leave it, but that the others' segments are empty: nobody looks into them."""
     catalog = Catalog(root)
     directory = catalog.dir(COMMITTED_STEP)
-    flush = seal_rank_0(catalog, count)
+    save = seal_rank_0(catalog, count)
     console.print(f"  writing {count:,} seals")
     for rank in range(1, count):
         (directory / names.segment(rank, ATTEMPT)).touch()
@@ -374,14 +374,14 @@ def collect(root: Path, count: int, console: Console) -> Collected:
     last = directory / names.seal(count - 1, ATTEMPT)
     aside = root / last.name
     last.rename(aside)
-    terms = Terms(root, ATTEMPT, count, STEP_S)
+    terms = Terms(catalog.store, ATTEMPT, count, STEP_S)
     drop_caches(directory)
     list_cold_s = seconds_of(lambda: os.listdir(directory))
     read_before = read_so_far()
-    cold = Coordinator(flush, terms, has_locks=True)
+    cold = Coordinator(save, terms, has_locks=True)
     take_cold_s = seconds_of(lambda: cold.poll(False))
     read_bytes = read_so_far() - read_before
-    coordinator = Coordinator(flush, terms, has_locks=True)
+    coordinator = Coordinator(save, terms, has_locks=True)
     take_warm_s = seconds_of(lambda: coordinator.poll(False))
     look_s = statistics.median(seconds_of(lambda: coordinator.poll(False)) for _ in range(5))
     list_s = statistics.median(seconds_of(lambda: os.listdir(directory)) for _ in range(5))
@@ -389,13 +389,13 @@ def collect(root: Path, count: int, console: Console) -> Collected:
     began = time.perf_counter()
     assert coordinator.poll(False)
     finish_s = time.perf_counter() - began
-    manifest = catalog.manifest_path(COMMITTED_STEP)
+    manifest = catalog.dir(COMMITTED_STEP) / names.MANIFEST
     manifest_bytes = manifest.read_bytes()
     manifest.unlink()
     last.rename(aside)
-    late_s = commit_late(Coordinator(flush, terms, has_locks=True), aside, last)
+    late_s = commit_late(Coordinator(save, terms, has_locks=True), aside, last)
 
-    next_manifest = catalog.manifest_path(NEXT_STEP)
+    next_manifest = catalog.dir(NEXT_STEP) / names.MANIFEST
     next_manifest.parent.mkdir()
     next_manifest.touch()
     member = Pruner(catalog, KeepLast(1), count - 1, ATTEMPT, is_alone=False)
@@ -415,12 +415,12 @@ def collect(root: Path, count: int, console: Console) -> Collected:
 
 def commit_late(coordinator: Coordinator, aside: Path, last: Path) -> float:
     settled = threading.Event()
-    thread = waiting.Waiting(
+    thread = CommitLoop(
         settle=lambda *_: settled.set(),
         tell=lambda *_: None,
         tidy=lambda: False,
         is_orphan=lambda: False,
-        longest_s=waiting.longest_pause_s(1),
+        longest_s=longest_pause_s(1),
     )
     thread.add(COMMITTED_STEP, coordinator)
     while len(coordinator.awaited) > 1:
@@ -430,21 +430,21 @@ def commit_late(coordinator: Coordinator, aside: Path, last: Path) -> float:
     assert settled.wait(LATE_S), "the late seal was not committed"
     late_s = time.perf_counter() - began
     thread.finish()
-    if coordinator.flush.error:
-        raise coordinator.flush.error
+    if coordinator.save.error:
+        raise coordinator.save.error
     return late_s
 
 
-def seal_rank_0(catalog: Catalog, count: int) -> Flush:
+def seal_rank_0(catalog: Catalog, count: int) -> SegmentWriter:
     """Its segment and seal, by the keeper's own code."""
     content = make_content(0, count, COMMITTED_STEP)
     begin = make_begin(COMMITTED_STEP, COMMITTED_STEP, content.header, content.draft_bytes)
     arena = Arena(CHUNK_BYTES)
-    flush = Flush(begin, content.header, content.draft, catalog, threading.Lock())
-    flush.write(messages.Chunk(COMMITTED_STEP, 0, 0, DATA_BYTES), memoryview(arena.memory))
-    flush.seal()
+    save = SegmentWriter(begin, content.header, content.draft, catalog, threading.Lock())
+    save.write(messages.Chunk(COMMITTED_STEP, 0, 0, DATA_BYTES), memoryview(arena.memory))
+    save.seal()
     arena.close()
-    return flush
+    return save
 
 
 def encode_rank(rank: int, count: int) -> bytes:

@@ -116,7 +116,8 @@ _BY_NAME: dict[str, type[StillframeError]] = {
 def to_record(error: BaseException) -> tuple[str, str]:
     """An error as (kind, message), to cross from the keeper to the trainer."""
     if isinstance(error, StillframeError):
-        return type(error).__name__, str(error)
+        kind = next((kind.__name__ for kind in type(error).__mro__ if kind.__name__ in _BY_NAME), "StillframeError")
+        return kind, str(error)
     if isinstance(error, OSError):
         return "StorageError", str(error)
     return "KeeperError", f"{type(error).__name__} in the keeper: {error}"

@@ -36,7 +36,7 @@ from torch.nn.parallel import DistributedDataParallel
 import stillframe
 import stillframe.checkpoint.read
 from stillframe import Checkpointer, TrainState
-from stillframe.checkpoint.catalog import Checkpoint, Sealed
+from stillframe.checkpoint.catalog import Checkpoint, RankPart
 from tests.support import bytes_of
 
 DEADLINE_S = 30.0
@@ -352,13 +352,13 @@ def recorded() -> Iterator[tuple[set[int], set[tuple[int, int]]]]:
     read: set[tuple[int, int]] = set()
     open_part, read_chunk = Checkpoint.of, stillframe.checkpoint.read.read_chunk
 
-    def of(checkpoint: Checkpoint, rank: int) -> Sealed:
+    def of(checkpoint: Checkpoint, rank: int) -> RankPart:
         opened.add(rank)
         return open_part(checkpoint, rank)
 
-    def read_and_note(sealed: Sealed, number: int, buffer: Any) -> tuple[int, int]:
-        read.add((sealed.rank, number))
-        return read_chunk(sealed, number, buffer)
+    def read_and_note(part: RankPart, number: int, buffer: Any) -> tuple[int, int]:
+        read.add((part.rank, number))
+        return read_chunk(part, number, buffer)
 
     with (
         mock.patch.object(Checkpoint, "of", of),

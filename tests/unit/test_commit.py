@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 import threading
 from pathlib import Path
 
@@ -18,21 +19,27 @@ from stillframe.format.records import Failure, SealDraft, Team
 from stillframe.format.segment import encode_header
 from stillframe.format.tree import DictNode, Part, ShardedNode
 from stillframe.keeper.commit import Coordinator, Member, Terms
-from stillframe.keeper.segment import Flush, report_failure
+from stillframe.keeper.segment import SegmentWriter, report_failure
 from stillframe.link.messages import Begin
+from stillframe.store.calls import Calls
+from stillframe.store.posix import PosixStore
 
 ATTEMPT = "0123abcd"
 STEP = 7
 
 
-def sealed(root: Path, rank: int, world_size: int = 3, attempt: str = ATTEMPT, tensors: tuple[str, ...] = ()) -> Flush:
+def sealed(
+    root: Path | PosixStore, rank: int, world_size: int = 3, attempt: str = ATTEMPT, tensors: tuple[str, ...] = ()
+) -> SegmentWriter:
     """A rank's part of the step, without data, as its keeper leaves it."""
     flush = unsealed(root, rank, world_size, attempt, tensors)
     flush.seal()
     return flush
 
 
-def unsealed(root: Path, rank: int, world_size: int, attempt: str = ATTEMPT, tensors: tuple[str, ...] = ()) -> Flush:
+def unsealed(
+    root: Path | PosixStore, rank: int, world_size: int, attempt: str = ATTEMPT, tensors: tuple[str, ...] = ()
+) -> SegmentWriter:
     nodes = [ShardedNode(name, "F32", (4,), [Part(rank, (rank,), (1,))]) for name in tensors]
     teams = [Team(digest(b"all"), world_size, digest(repr(tensors).encode()))] if tensors else []
     draft = SealDraft(
@@ -41,11 +48,11 @@ def unsealed(root: Path, rank: int, world_size: int, attempt: str = ATTEMPT, ten
     )  # fmt: skip
     header = encode_header([], {})
     begin = Begin(1, STEP, 0.0, len(header), 0, 0, "", ())
-    return Flush(begin, header, draft, Catalog(root), threading.Lock())
+    return SegmentWriter(begin, header, draft, Catalog(root), threading.Lock())
 
 
 def terms(root: Path, world_size: int = 3, deadline_s: float = 60.0) -> Terms:
-    return Terms(root, ATTEMPT, world_size, deadline_s)
+    return Terms(PosixStore(root), ATTEMPT, world_size, deadline_s)
 
 
 def coordinator(
@@ -78,7 +85,7 @@ def test_seals_of_another_attempt_do_not_count(tmp_path: Path) -> None:
 def test_a_manifest_of_another_run_is_never_replaced(tmp_path: Path) -> None:
     commit = coordinator(tmp_path, 2)
     member = Member(sealed(tmp_path, 1, 2), terms(tmp_path, 2), has_locks=True)
-    manifest = Catalog(tmp_path).manifest_path(STEP)
+    manifest = Catalog(tmp_path).dir(STEP) / names.MANIFEST
     manifest.write_bytes(b'{"attempt":"ffffffff"}')
     with pytest.raises(ExistsError):
         commit.poll(is_orphan=False)
@@ -99,61 +106,88 @@ def test_a_member_that_looks_late_sees_that_there_was_a_manifest(tmp_path: Path)
     commit = coordinator(tmp_path, 2)
     member = Member(sealed(tmp_path, 1, 2), terms(tmp_path, 2), has_locks=True)
     assert commit.poll(is_orphan=False)
-    manifest = Catalog(tmp_path).manifest_path(STEP)
+    manifest = Catalog(tmp_path).dir(STEP) / names.MANIFEST
     manifest.rename(manifest.with_name(names.pruned_manifest()))
     assert member.poll(is_orphan=False)
 
 
 def test_a_rank_that_reports_a_failure_ends_the_wait(tmp_path: Path) -> None:
     commit = coordinator(tmp_path)
-    report_failure(commit.flush.dir, Failure(STEP, 2, ATTEMPT, "StorageError", "no space left"))
+    report_failure(Catalog(tmp_path), Failure(STEP, 2, ATTEMPT, "StorageError", "no space left"))
     with pytest.raises(StorageError, match="step 7 is not committed: rank 2 could not save it: no space left"):
         commit.poll(is_orphan=False)
 
 
 def test_a_member_takes_back_its_files_only_on_the_word_of_rank_0(tmp_path: Path) -> None:
     late = Member(sealed(tmp_path, 1, 2), terms(tmp_path, 2, deadline_s=-20.0), has_locks=True)
-    late.flush.is_promised = True
+    late.save.is_promised = True
     with pytest.raises(DeadlineError, match="rank 0 did not commit it"):
         late.poll(is_orphan=False)
-    assert late.flush.is_promised
-    report_failure(late.flush.dir, Failure(STEP, 0, ATTEMPT, "StateError", "they differ"))
+    assert late.save.is_promised
+    report_failure(Catalog(tmp_path), Failure(STEP, 0, ATTEMPT, "StateError", "they differ"))
     with pytest.raises(StateError, match="they differ"):
         late.poll(is_orphan=False)
-    assert not late.flush.is_promised
+    assert not late.save.is_promised
 
 
-def test_a_seal_is_promised_from_its_rename_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The directory's fsync fails after it: rank 0 may have counted the seal all the same."""
+class Failing(Calls):
+    """The directory's fsync fails once a name is there."""
 
-    def renamed_only(partial: Path, final: Path) -> None:
-        partial.rename(final)
-        if final.name == names.seal(1, ATTEMPT):
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def fsync(self, fd: int) -> None:
+        super().fsync(fd)
+        if stat.S_ISDIR(os.fstat(fd).st_mode) and self._name in os.listdir(fd):
             raise OSError(5, "Input/output error")
 
-    flush = unsealed(tmp_path, 1, 2)
-    flush.is_counted = True
-    monkeypatch.setattr("stillframe.store.durable.publish", renamed_only)
+
+def test_a_seal_is_promised_from_its_rename_on(tmp_path: Path) -> None:
+    """The directory's fsync fails after it: rank 0 may have counted the seal all the same."""
+    save = unsealed(PosixStore(tmp_path, calls=Failing(names.seal(1, ATTEMPT))), 1, 2)
+    save.is_counted = True
     with pytest.raises(StorageError):
-        flush.seal()
-    assert flush.is_promised
+        save.seal()
+    assert save.is_promised
 
 
-def test_a_manifest_that_is_renamed_while_a_member_looks_is_found_the_next_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_manifest_whose_fsync_fails_is_taken_back(tmp_path: Path) -> None:
+    save = unsealed(PosixStore(tmp_path, calls=Failing(names.MANIFEST)), 0, 1)
+    save.seal()
+    with pytest.raises(StorageError):
+        save.commit([save.entry])
+    assert not Catalog(tmp_path).steps()
+    assert not save.is_promised
+
+
+def test_files_stay_where_nobody_can_tell_whether_a_manifest_names_them(tmp_path: Path) -> None:
+    class Stuck(Failing):
+        def unlink(self, name: str, dir_fd: int) -> None:
+            if name == names.MANIFEST:
+                raise OSError(5, "Input/output error")
+            super().unlink(name, dir_fd)
+
+    save = unsealed(PosixStore(tmp_path, calls=Stuck(names.MANIFEST)), 0, 1)
+    save.seal()
+    with pytest.raises(StorageError):
+        save.commit([save.entry])
+    assert save.is_promised
+
+
+def test_a_manifest_that_is_set_aside_while_a_member_looks_is_found(tmp_path: Path) -> None:
     commit = coordinator(tmp_path, 2)
-    member = Member(sealed(tmp_path, 1, 2), terms(tmp_path, 2), has_locks=True)
+
+    class Slow(Calls):
+        """Between the two looks, retention comes by."""
+
+        def open(self, name: str, flags: int, dir_fd: int | None = None) -> int:
+            if name == names.MANIFEST and (Catalog(tmp_path).dir(STEP) / name).exists():
+                assert Catalog(tmp_path).set_aside(STEP, Catalog(tmp_path).key(STEP, names.pruned_manifest()))
+            return super().open(name, flags, dir_fd)
+
+    store = PosixStore(tmp_path, calls=Slow())
+    member = Member(sealed(tmp_path, 1, 2), Terms(store, ATTEMPT, 2, 60.0), has_locks=True)
     assert commit.poll(is_orphan=False)
-    manifest = Catalog(tmp_path).manifest_path(STEP)
-
-    def rename_first(path: Path, count: int) -> bytes:
-        monkeypatch.undo()
-        manifest.rename(manifest.with_name(names.pruned_manifest()))
-        raise FileNotFoundError(path)
-
-    monkeypatch.setattr("stillframe.store.durable.read_head", rename_first)
-    assert not member.poll(is_orphan=False)
     assert member.poll(is_orphan=False)
 
 
@@ -171,29 +205,29 @@ def test_a_keeper_that_is_gone_ends_the_wait_long_before_the_deadline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("stillframe.keeper.commit._LOOK_AT_LOCKS_S", 0.0)
-    lock = RootLock(tmp_path, 1, ATTEMPT)
+    lock = RootLock(PosixStore(tmp_path), 1, ATTEMPT)
     lock.acquire()
     commit = coordinator(tmp_path, 2)
-    assert life_of(tmp_path, 1, ATTEMPT) is Life.ALIVE
+    assert life_of(PosixStore(tmp_path), 1, ATTEMPT) is Life.ALIVE
     assert not commit.poll(is_orphan=False)
     assert not commit.poll(is_orphan=False)
-    os.close(lock._fd)
-    assert life_of(tmp_path, 1, ATTEMPT) is Life.GONE
+    lock.release()
+    assert life_of(PosixStore(tmp_path), 1, ATTEMPT) is Life.GONE
     assert not commit.poll(is_orphan=False)  # its seal may have come between the listing and this look
     assert not commit.poll(is_orphan=False)  # its trainer may start another and save the step yet
     monkeypatch.setattr("stillframe.keeper.commit._ABSENT_S", -1.0)
     with pytest.raises(KeeperError, match="rank 1 ended without saving it; every rank must save the same steps"):
         commit.poll(is_orphan=False)
-    (commit.flush.dir / (names.segment(1, ATTEMPT) + names.PARTIAL)).touch()
+    (Catalog(tmp_path).dir(STEP) / (names.segment(1, ATTEMPT) + ".00000000.partial")).touch()
     with pytest.raises(KeeperError, match="rank 1 ended before sealing it"):
         commit.poll(is_orphan=False)
 
 
 def test_a_seal_that_comes_with_the_end_of_its_keeper_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stillframe.keeper.commit._LOOK_AT_LOCKS_S", 0.0)
-    lock = RootLock(tmp_path, 1, ATTEMPT)
+    lock = RootLock(PosixStore(tmp_path), 1, ATTEMPT)
     lock.acquire()
-    os.close(lock._fd)
+    lock.release()
     commit = coordinator(tmp_path, 2)
     assert not commit.poll(is_orphan=False)
     sealed(tmp_path, 1, 2)
@@ -201,9 +235,9 @@ def test_a_seal_that_comes_with_the_end_of_its_keeper_counts(tmp_path: Path, mon
 
 
 def test_a_lock_of_another_attempt_says_nothing(tmp_path: Path) -> None:
-    assert life_of(tmp_path, 1, ATTEMPT) is Life.UNKNOWN
-    RootLock(tmp_path, 1, "ffffffff").acquire()
-    assert life_of(tmp_path, 1, ATTEMPT) is Life.UNKNOWN
+    assert life_of(PosixStore(tmp_path), 1, ATTEMPT) is Life.UNKNOWN
+    RootLock(PosixStore(tmp_path), 1, "ffffffff").acquire()
+    assert life_of(PosixStore(tmp_path), 1, ATTEMPT) is Life.UNKNOWN
 
 
 def test_ranks_that_hold_different_tensors_are_told_which(tmp_path: Path) -> None:

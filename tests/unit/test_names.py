@@ -28,6 +28,9 @@ def test_step_directories_sort_as_their_steps(steps: list[int]) -> None:
     assert sorted(map(names.step_dir, steps)) == list(map(names.step_dir, sorted(steps)))
 
 
+UNFINISHED = ".0123abcd.partial"
+
+
 @given(ranks, attempts)
 def test_segments_and_seals_are_recognised(rank: int, attempt: str) -> None:
     assert names.parse_rank_file(names.segment(rank, attempt)) == RankFile(rank, attempt, "safetensors", False)
@@ -37,15 +40,15 @@ def test_segments_and_seals_are_recognised(rank: int, attempt: str) -> None:
 @given(ranks, attempts)
 def test_partial_files_are_recognised_as_partial(rank: int, attempt: str) -> None:
     for name, kind in ((names.segment(rank, attempt), "safetensors"), (names.seal(rank, attempt), "seal.json")):
-        assert names.parse_rank_file(name + names.PARTIAL) == RankFile(rank, attempt, kind, True)
+        assert names.parse_rank_file(name + UNFINISHED) == RankFile(rank, attempt, kind, True)
 
 
 @given(ranks, attempts)
 def test_every_file_stillframe_makes_in_a_step_is_ours(rank: int, attempt: str) -> None:
     made = [names.segment(rank, attempt), names.seal(rank, attempt)]
-    made += [name + names.PARTIAL for name in made]
-    made += [names.MANIFEST, names.damaged_manifest(), names.manifest_partial(attempt), names.failure(rank, attempt)]
-    made += [names.manifest(rank), names.damaged_manifest(rank), names.manifest_partial(attempt, rank)]
+    made += [name + UNFINISHED for name in made]
+    made += [names.MANIFEST, names.damaged_manifest(), names.MANIFEST + UNFINISHED, names.failure(rank, attempt)]
+    made += [names.manifest(rank), names.damaged_manifest(rank), names.manifest(rank) + UNFINISHED]
     assert all(map(is_ours, made))
 
 
@@ -64,7 +67,7 @@ def test_a_directory_with_another_name_is_no_step(name: str) -> None:
     "name",
     [
         "rank-0-0123abcd.safetensors", "rank-00000-0123abc.safetensors", "rank-00000-0123ABCD.safetensors",
-        "rank-00000-0123abcd.pt", "rank-00000-0123abcd.seal.json.partial.partial", "rank-00000-0123abcd.safetensors\n",
+        "rank-00000-0123abcd.pt", "rank-00000-0123abcd.seal.json.partial", "rank-00000-0123abcd.safetensors\n",
         "../rank-00000-0123abcd.safetensors", "/etc/passwd", "rank-000001-0123abcd.safetensors", "rank-00000.lock",
         "manifest.json.0123abcd", "manifest.json.partial", "manifest.json~", "MANIFEST.JSON", "README.md", "",
     ],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ from stillframe.format import names
 from stillframe.format.records import Manifest, RankEntry, encode_manifest
 from stillframe.keeper.retention import Pruner, remove_spares, sweep
 from stillframe.retention import Keep, KeepLast
+from stillframe.store.posix import PosixStore
 
 ATTEMPT = "0123abcd"
 OTHER = "ffffffff"
@@ -37,7 +37,7 @@ def write(root: Path, step: int, *ranks: int, attempt: str = ATTEMPT) -> None:
 def commit(root: Path, step: int, attempt: str = ATTEMPT, rank: int | None = None) -> None:
     entry = RankEntry(rank or 0, names.segment(rank or 0, attempt), 1, names.seal(rank or 0, attempt), "0" * 32)
     manifest = Manifest(step, attempt, 1 if rank is None else rank + 1, 0.0, 0.0, 0.0, [entry], rank)
-    Catalog(root, rank).manifest_path(step).write_bytes(encode_manifest(manifest))
+    (Catalog(root).dir(step) / names.manifest(rank)).write_bytes(encode_manifest(manifest))
 
 
 @pytest.fixture
@@ -85,7 +85,7 @@ def test_a_member_removes_nothing_that_its_policy_keeps(root: Path) -> None:
     """Somebody has removed a manifest by hand: that is no reason to remove more."""
     member = pruner(root, 1, KeepLast(2))
     for step in (1, 2):
-        Catalog(root).manifest_path(step).unlink()
+        (Catalog(root).dir(step) / names.MANIFEST).unlink()
         member.committed(step, None)
     assert files(root, 1) == files(root, 2) == rank_files(0) | rank_files(1)
 
@@ -124,19 +124,19 @@ def test_where_roots_are_not_shared_nothing_goes_that_another_rank_may_lack(tmp_
 def test_a_sweep_leaves_the_files_of_keepers_that_live(tmp_path: Path) -> None:
     write(tmp_path, 5, 0, 1, 2, attempt=OTHER)
     write(tmp_path, 5, 1)
-    living, dead = RootLock(tmp_path, 1, OTHER), RootLock(tmp_path, 2, ATTEMPT)
+    living, dead = RootLock(PosixStore(tmp_path), 1, OTHER), RootLock(PosixStore(tmp_path), 2, ATTEMPT)
     living.acquire()
     dead.acquire()
     assert sweep(Catalog(tmp_path), ATTEMPT, "partial")  # there are such
     assert files(tmp_path, 5) == rank_files(1, OTHER) | rank_files(1)
-    os.close(living._fd)
+    living.release()
     assert not sweep(Catalog(tmp_path), ATTEMPT, "nothing")
     assert files(tmp_path, 5) == rank_files(1)
 
 
 def test_a_sweep_of_the_same_attempt_leaves_what_may_be_counted_on(tmp_path: Path) -> None:
     write(tmp_path, 5, 0)
-    partial = Catalog(tmp_path).dir(5) / (names.segment(0, ATTEMPT) + names.PARTIAL)
+    partial = Catalog(tmp_path).dir(5) / (names.segment(0, ATTEMPT) + ".00000000.partial")
     partial.touch()
     sweep(Catalog(tmp_path), ATTEMPT, "nothing")
     assert files(tmp_path, 5) == rank_files(0) | {partial.name}
@@ -157,7 +157,7 @@ def test_a_sweep_leaves_checkpoints_of_ranks_that_did_not_share_the_root(tmp_pat
 def test_spares_of_ranks_that_there_are_no_more_go(tmp_path: Path) -> None:
     for rank in range(4):
         (tmp_path / names.spare(rank)).touch()
-    RootLock(tmp_path, 3, OTHER).acquire()
+    RootLock(PosixStore(tmp_path), 3, OTHER).acquire()
     remove_spares(Catalog(tmp_path), 2)
     assert [rank for rank in range(4) if (tmp_path / names.spare(rank)).exists()] == [0, 1, 3]
 

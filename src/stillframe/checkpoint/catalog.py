@@ -1,36 +1,47 @@
 """The one place that decides what is a checkpoint: a step whose manifest is published.
 
-Restore, list, prune and "latest" all ask here.  Reads only, except for :meth:`Catalog.mark_damaged`,
-which un-publishes a manifest found to be lying.  An open :class:`Checkpoint` holds a shared lock on
-its manifest: retention passes it over.  Each rank's seal and segment are opened when first asked for,
-and stay readable from then on, whatever happens.
+Restore, list, prune and "latest" all ask here.  Reads only, except for :meth:`Catalog.set_aside`, which un-publishes a
+manifest.  An open :class:`Checkpoint` holds a shared lock on its manifest, where there are locks: retention passes it
+over.
 """
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
+import errno
 import os
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 
-from stillframe.errors import FormatError, IntegrityError, NotFoundError, StorageError
+from stillframe.errors import FormatError, IntegrityError, NotFoundError, StillframeError, StorageError
 from stillframe.format import limits, names
 from stillframe.format.records import Manifest, RankEntry, Seal, decode_manifest, decode_seal
 from stillframe.model import check_step
-from stillframe.store import durable
-from stillframe.store.direct import ReadFile
+from stillframe.store import infos, open_store
+from stillframe.store.lock import FileLock, NoLocks
+from stillframe.store.protocol import Info, Missing, NotOurs, Store, read_all
+
+_DAMAGE = {errno.EIO, errno.EUCLEAN, errno.EBADMSG}
+
+
+def read_error(doing: str, error: StorageError) -> StillframeError:
+    """What a failed read of a checkpoint means: damage, or a trouble of the moment (permissions, a timeout)."""
+    code = getattr(error.__cause__, "errno", None)
+    if isinstance(error, Missing | NotOurs) or code in _DAMAGE:
+        return IntegrityError(f"{doing}: {error}")
+    return StorageError(f"{doing}: {error}; the checkpoint itself may be whole")
 
 
 class Catalog:
-    """The checkpoints in a root.  Holds no state: every call looks at the file system.
+    """The checkpoints in a root.  Holds no state: every call looks at the store.
 
     ``rank``: of a root that the other ranks do not see, what this one has committed there for itself.
     """
 
-    def __init__(self, root: str | os.PathLike[str], rank: int | None = None) -> None:
-        self.root = Path(os.path.abspath(root))
+    def __init__(self, root: str | os.PathLike[str] | Store, rank: int | None = None) -> None:
+        self.store = open_store(root)
+        self.root = Path(self.store.where())
         self.rank = rank
 
     def steps(self) -> list[int]:
@@ -53,74 +64,85 @@ class Catalog:
                 raise NotFoundError(f"there is no checkpoint in {self.root}")
         return Checkpoint(self, check_step(step))
 
-    def dir(self, step: int) -> Path:
-        return self.root / names.step_dir(step)
-
     def step_dirs(self) -> list[int]:
         """Every step that has a directory, committed or not, oldest first."""
-        try:
-            with os.scandir(self.root) as entries:
-                found = [entry.name for entry in entries if entry.is_dir()]
-        except FileNotFoundError:
-            return []
-        except OSError as error:
-            raise StorageError(f"listing {self.root}: {error}") from error
-        return sorted(step for name in found if (step := names.parse_step_dir(name)) is not None)
+        found = [names.parse_step_dir(name[:-1]) for name in self.store.list() if name.endswith("/")]
+        return sorted(step for step in found if step is not None)
+
+    def dir(self, step: int) -> Path:
+        """Where a step lies, for people."""
+        return Path(self.store.where(names.step_dir(step)))
+
+    def key(self, step: int, name: str) -> str:
+        """Of a file in a step's directory."""
+        return f"{names.step_dir(step)}/{name}"
+
+    def manifest_key(self, step: int) -> str:
+        return self.key(step, names.manifest(self.rank))
+
+    def damaged_key(self, step: int) -> str:
+        return self.key(step, names.damaged_manifest(self.rank))
+
+    def is_committed(self, step: int) -> bool:
+        """Raises :class:`StorageError` if that cannot be told."""
+        return self.store.head(self.manifest_key(step)) is not None
+
+    def is_committed_otherwise(self, step: int) -> bool:
+        """Whether there are manifests of the other kind: of all ranks, or of some that did not share the root."""
+        found = map(names.parse_manifest, self.store.list(names.step_dir(step)))
+        return any(
+            each is not None and each.is_published and (each.rank is None) != (self.rank is None) for each in found
+        )
 
     def damaged(self) -> list[int]:
         """Steps that were checkpoints until they were found damaged, oldest first."""
         return [
             step
             for step in self.step_dirs()
-            if not self.is_committed(step) and os.path.lexists(self.damaged_path(step))
+            if not self.is_committed(step) and self.store.head(self.damaged_key(step)) is not None
         ]
 
-    def is_committed(self, step: int) -> bool:
-        return os.path.lexists(self.manifest_path(step))
+    def manifest(self, step: int) -> Manifest:
+        """Of a committed step.
 
-    def is_committed_otherwise(self, step: int) -> bool:
-        """Whether there are manifests of the other kind: of all ranks, or of some that did not share the root."""
-        try:
-            found = [names.parse_manifest(name) for name in os.listdir(self.dir(step))]
-        except OSError:
-            return False
-        return any(
-            each is not None and each.is_published and (each.rank is None) != (self.rank is None) for each in found
-        )
-
-    def manifest_path(self, step: int) -> Path:
-        return self.dir(step) / names.manifest(self.rank)
-
-    def damaged_path(self, step: int) -> Path:
-        return self.dir(step) / names.damaged_manifest(self.rank)
-
-    def lacks(self, step: int) -> str:
-        """What is wrong with a committed step as far as names and sizes tell; empty if nothing is.
-
-        A manifest that is gone by now is no fault: raises :class:`NotFoundError`.  Raises: :class:`VersionError`, and
-        :class:`StorageError` for what cannot be looked at.
+        Raises: :class:`NotFoundError` if it is not committed; :class:`IntegrityError`; :class:`VersionError`;
+        :class:`StorageError` if it cannot be read for now.
         """
-        path = self.manifest_path(step)
+        key = self.manifest_key(step)
+        where = self.store.where(key)
         try:
-            manifest = decode_manifest(durable.read_small(path, limits.MAX_MANIFEST_BYTES), file=str(path))
-            for entry in manifest.ranks:
-                for name, size in ((entry.segment, entry.segment_bytes), (entry.seal, None)):
-                    try:
-                        found = os.lstat(self.dir(step) / name).st_size
-                    except FileNotFoundError:
-                        os.lstat(path)  # gone, too: then retention has just removed it all
-                        return f"{name} is missing"
-                    if size is not None and found != size:
-                        return f"{name} has {found} bytes instead of {size}"
-        except FileNotFoundError:
-            raise NotFoundError(f"step {step} is gone from {self.root}") from None
-        except IntegrityError as error:
-            return str(error)
-        except OSError as error:
-            problem = durable.read_error(f"looking at {path}", error)
-            if isinstance(problem, IntegrityError):
-                return str(problem)
-            raise problem from error
+            data = read_all(self.store, key, limits.MAX_MANIFEST_BYTES)
+        except Missing:
+            raise NotFoundError(f"step {step} is not a checkpoint in {self.root}") from None
+        except StorageError as error:
+            if isinstance(error, NotOurs) and step not in self.step_dirs():  # a file or a link in the step's place
+                raise NotFoundError(f"step {step} is not a checkpoint in {self.root}") from None
+            raise read_error(f"{where} cannot be read", error) from error
+        manifest = decode_manifest(data, file=where)
+        if (manifest.step, manifest.rank) != (step, self.rank):
+            raise FormatError(f"{where} is the manifest of step {manifest.step}, rank {manifest.rank}")
+        return manifest
+
+    def lacks(self, manifest: Manifest, files: Mapping[str, Info] | None = None) -> str:
+        """What a committed step lacks as far as names and sizes tell; empty if nothing.
+
+        ``files``: of its directory, if they are known.  A manifest that is gone by now is no fault: raises
+        :class:`NotFoundError`.  Raises :class:`StorageError` for what cannot be looked at.
+        """
+        step = manifest.step
+        if files is None:
+            files = infos(self.store, names.step_dir(step))
+        for entry in manifest.ranks:
+            for name, size in ((entry.segment, entry.segment_bytes), (entry.seal, None)):
+                found = files.get(name)
+                if found is None:
+                    if not self.is_committed(step):  # gone, too: then retention has just removed it all
+                        raise NotFoundError(f"step {step} is gone from {self.root}")
+                    return f"{name} is missing"
+                if not found.is_ours:
+                    return f"{name} is not a regular file"
+                if size is not None and found.size != size:
+                    return f"{name} has {found.size} bytes instead of {size}"
         return ""
 
     def mark_damaged(self, step: int) -> bool:
@@ -128,44 +150,64 @@ class Catalog:
 
         Tells whether it could; a root that cannot be written stays as it is.
         """
-        if self.dir(step).is_symlink():
-            return False  # what a link leads to is not this root's to change
+        return self.set_aside(step, self.damaged_key(step))
+
+    def set_aside(self, step: int, to: str) -> bool:
+        """The manifest has another key, and so the step is no checkpoint.  Tells whether it could.
+
+        After a crash in between it has both: it is a checkpoint still.
+        """
+        key = self.manifest_key(step)
         try:
-            durable.publish(self.manifest_path(step), self.damaged_path(step))
-        except OSError:
+            try:
+                self.store.put(to, read_all(self.store, key, limits.MAX_MANIFEST_BYTES))
+            except NotOurs:
+                self.store.put(to, b"")  # a link or a pipe in its place: what it leads to is not ours to read
+            self.store.delete([key])
+        except StorageError:
             return False
         return True
 
 
-class Sealed:
-    """One rank's part of a checkpoint: its seal, and its segment open for reading."""
+class RankPart:
+    """One rank's part of a checkpoint: its seal, and its segment."""
 
-    def __init__(self, path: Path, manifest: Manifest, entry: RankEntry) -> None:
-        self.path = path / entry.segment
+    def __init__(self, store: Store, manifest: Manifest, entry: RankEntry) -> None:
+        directory = names.step_dir(manifest.step)
         self.rank = entry.rank
-        self.seal = _read_seal(path / entry.seal, manifest, entry)
+        self.path = Path(store.where(f"{directory}/{entry.segment}"))
+        self._store, self._key = store, f"{directory}/{entry.segment}"
+        self.seal = _read_seal(store, f"{directory}/{entry.seal}", manifest, entry)
         try:
-            self.file = ReadFile(self.path)
-        except OSError as error:
-            raise durable.read_error(f"{self.path} cannot be opened", error) from error
+            info = store.head(self._key)
+        except StorageError as error:
+            raise read_error(f"{self.path} cannot be looked at", error) from error
         size = self.seal.segment.bytes
-        if self.file.size != size or self.file.size != entry.segment_bytes:
-            self.file.close()
-            raise IntegrityError(f"{self.path} has {self.file.size} bytes instead of {size}")
+        if info is None or not info.is_ours or info.size != size or size != entry.segment_bytes:
+            found = "is missing" if info is None else f"has {info.size} bytes instead of {size}"
+            raise IntegrityError(f"{self.path} {found if info is None or info.is_ours else 'is not a regular file'}")
+
+    def read(self, offset: int, into: memoryview) -> int:
+        """Bytes of the segment.  Raises :class:`StorageError`."""
+        return self._store.read(self._key, offset, into)
 
 
 class Checkpoint:
     """One committed checkpoint, open for reading.  Thread: :meth:`of` is safe from any."""
 
     def __init__(self, catalog: Catalog, step: int) -> None:
-        self.path = catalog.dir(step)
+        self.path = Path(catalog.store.where(names.step_dir(step)))
         self.step = step
         self._catalog = catalog
         self._opening = threading.Lock()
-        self._sealed: dict[int, Sealed] = {}
-        self._closing = contextlib.ExitStack()
+        self._parts: dict[int, RankPart] = {}
+        self._lock: FileLock | None = None
         try:
-            self.manifest = self._open_manifest()
+            self._hold()
+            try:
+                self.manifest = catalog.manifest(step)
+            except NotFoundError:
+                raise self._not_found() from None
             self._entries = {entry.rank: entry for entry in self.manifest.ranks}
             if len(self._entries) == 1:
                 self.of(*self._entries)
@@ -183,31 +225,29 @@ class Checkpoint:
         """Whose parts can be read here: all, or one where the roots are not shared."""
         return list(self._entries)
 
-    def of(self, rank: int) -> Sealed:
-        """One rank's part, opened when first asked for.
+    def of(self, rank: int) -> RankPart:
+        """One rank's part; its seal is read when first asked for.
 
         Raises: :class:`NotFoundError` if this root does not hold it; :class:`IntegrityError`; :class:`VersionError`.
         """
         with self._opening:
-            sealed = self._sealed.get(rank)
-            if sealed is None:
+            part = self._parts.get(rank)
+            if part is None:
                 entry = self._entries.get(rank)
                 if entry is None:
                     raise NotFoundError(f"the part of rank {rank} is not in {self.path}; this root is not shared")
-                sealed = self._sealed[rank] = Sealed(self.path, self.manifest, entry)
-                self._closing.callback(sealed.file.close)
-            return sealed
+                part = self._parts[rank] = RankPart(self._catalog.store, self.manifest, entry)
+            return part
 
     def release(self, rank: int) -> None:
-        """Let go of one rank's part; it is opened again when asked for.  Nobody may be reading it."""
+        """Forget one rank's seal; it is read again when asked for."""
         with self._opening:
-            sealed = self._sealed.pop(rank, None)
-        if sealed is not None:
-            sealed.file.close()
+            self._parts.pop(rank, None)
 
     def close(self) -> None:
-        """Let go of the files and the lock; may be called again."""
-        self._closing.close()
+        """Let go of the lock; may be called again."""
+        if self._lock is not None:
+            self._lock.close()
 
     def __enter__(self) -> Checkpoint:
         return self
@@ -217,31 +257,17 @@ class Checkpoint:
     ) -> None:
         self.close()
 
-    def _open_manifest(self) -> Manifest:
-        path = self._catalog.manifest_path(self.step)
+    def _hold(self) -> None:
+        """Keep retention away, as far as locks go; where there are none, what it removes is found missing."""
         try:
-            fd = durable.open_file(path)
-        except (FileNotFoundError, NotADirectoryError):
-            raise self._not_found() from None
-        except OSError as error:
-            raise durable.read_error(f"{path} cannot be opened", error) from error
-        self._closing.callback(os.close, fd)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise self._not_found() from None  # retention is just removing it
-        except OSError:
-            pass  # no locks here: retention's unlink still leaves open files readable
-        if not _is_same(fd, path):
-            raise self._not_found()  # retention has removed it, or renamed it, before we had the lock
-        try:
-            data = durable.read_open(fd, limits.MAX_MANIFEST_BYTES)
-        except OSError as error:
-            raise durable.read_error(f"{path} cannot be read", error) from error
-        manifest = decode_manifest(data, file=str(path))
-        if (manifest.step, manifest.rank) != (self.step, self._catalog.rank):
-            raise FormatError(f"{path} is the manifest of step {manifest.step}, rank {manifest.rank}")
-        return manifest
+            self._lock = FileLock(self._catalog.store, self._catalog.manifest_key(self.step), is_shared=True)
+            if self._lock.acquire() and self._lock.is_current():
+                return
+        except Missing:
+            pass
+        except (NoLocks, StorageError):
+            return  # reading it says what is wrong
+        raise self._not_found()  # retention has removed it, or is just doing so
 
     def _not_found(self) -> NotFoundError:
         known = self._catalog.steps()
@@ -250,24 +276,16 @@ class Checkpoint:
         return NotFoundError(f"step {self.step} is not a checkpoint in {self._catalog.root}; {hint}")
 
 
-def _is_same(fd: int, path: Path) -> bool:
-    """Whether the file open there is still the one of that name."""
+def _read_seal(store: Store, key: str, manifest: Manifest, entry: RankEntry) -> Seal:
+    where = store.where(key)
     try:
-        now, then = path.lstat(), os.fstat(fd)
-    except OSError:
-        return False
-    return (now.st_ino, now.st_dev) == (then.st_ino, then.st_dev)
-
-
-def _read_seal(path: Path, manifest: Manifest, entry: RankEntry) -> Seal:
-    try:
-        data = durable.read_small(path, limits.MAX_SEAL_BYTES)
-    except OSError as error:
-        raise durable.read_error(f"{path} cannot be read", error) from error
-    seal, known_by = decode_seal(data, file=str(path))
+        data = read_all(store, key, limits.MAX_SEAL_BYTES)
+    except StorageError as error:
+        raise read_error(f"{where} cannot be read", error) from error
+    seal, known_by = decode_seal(data, file=where)
     if known_by != entry.seal_digest:
-        raise IntegrityError(f"{path} is damaged: its checksum is not the one in the manifest")
+        raise IntegrityError(f"{where} is damaged: its checksum is not the one in the manifest")
     expected = manifest.step, entry.rank, manifest.attempt, manifest.world_size
     if (seal.step, seal.rank, seal.attempt, seal.world_size) != expected:
-        raise FormatError(f"{path} belongs to another checkpoint")
+        raise FormatError(f"{where} belongs to another checkpoint")
     return seal

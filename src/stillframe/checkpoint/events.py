@@ -3,38 +3,39 @@ them.  They decide nothing: what cannot be read is passed over."""
 
 from __future__ import annotations
 
-import os
+import contextlib
 import re
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 
+from stillframe.errors import StorageError
 from stillframe.format.events import Event, decode_lines
-from stillframe.store import durable
+from stillframe.store.protocol import Store, read_all
 
 DIRECTORY = "events"
 MAX_BYTES = 32 << 20
+"""At this size a file is renamed to ``.1``, in the place of the ``.1`` before."""
 _FILE = re.compile(r"rank-(\d{5})-([0-9a-f]{8})\.jsonl(\.1)?", re.ASCII)
 
 
-def event_files(root: Path) -> dict[tuple[int, str], list[Path]]:
-    """The files of each rank and attempt, older part first."""
-    found: dict[tuple[int, str], list[Path]] = {}
-    try:
-        names = os.listdir(root / DIRECTORY)
-    except OSError:
-        return {}
-    for name in sorted(names, reverse=True):  # "….jsonl.1" before "….jsonl"
+def event_key(rank: int, attempt: str) -> str:
+    return f"{DIRECTORY}/rank-{rank:05d}-{attempt}.jsonl"
+
+
+def event_files(store: Store) -> dict[tuple[int, str], list[str]]:
+    """The keys of each rank and attempt, older part first."""
+    found: dict[tuple[int, str], list[str]] = {}
+    names: list[str] = []
+    with contextlib.suppress(StorageError):
+        names = sorted(store.list(DIRECTORY), reverse=True)  # "….jsonl.1" before "….jsonl"
+    for name in names:
         match = _FILE.fullmatch(name)
         if match:
-            found.setdefault((int(match[1]), match[2]), []).append(root / DIRECTORY / name)
+            found.setdefault((int(match[1]), match[2]), []).append(f"{DIRECTORY}/{name}")
     return dict(sorted(found.items()))
 
 
-def read_events(paths: Iterable[Path]) -> Iterator[Event]:
+def read_events(store: Store, keys: Iterable[str]) -> Iterator[Event]:
     """Every event of these files that can be read."""
-    for path in paths:
-        try:
-            data = durable.read_small(path, 2 * MAX_BYTES)
-        except OSError:
-            continue
-        yield from decode_lines(data)
+    for key in keys:
+        with contextlib.suppress(StorageError):
+            yield from decode_lines(read_all(store, key, 2 * MAX_BYTES))

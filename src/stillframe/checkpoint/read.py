@@ -9,12 +9,11 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from stillframe.checkpoint.catalog import Checkpoint, Sealed
-from stillframe.errors import IntegrityError
+from stillframe.checkpoint.catalog import Checkpoint, RankPart, read_error
+from stillframe.errors import IntegrityError, StorageError
 from stillframe.format.digest import digest
 from stillframe.model import BLOCK_BYTES
-from stillframe.store import durable
-from stillframe.store.direct import aligned_buffer
+from stillframe.store.blob import aligned_buffer
 from stillframe.units import round_up
 
 READERS = 5
@@ -38,15 +37,15 @@ def read_chunks(
     ``on_damage`` that one is told instead, and everything else is read.
     """
     ordered = sorted(wanted)
-    sealed = {rank: checkpoint.of(rank) for rank in dict.fromkeys(rank for rank, _ in ordered)}
+    parts = {rank: checkpoint.of(rank) for rank in dict.fromkeys(rank for rank, _ in ordered)}
     # One whose every shard is empty has its header checked all the same.
-    for each in sealed.values() or (checkpoint.of(rank) for rank in checkpoint.ranks[:1]):
+    for each in parts.values() or (checkpoint.of(rank) for rank in checkpoint.ranks[:1]):
         with _told(on_damage, each.rank, None):
             check_header(each)
     largest = max(
-        (min(each.seal.segment.chunk_bytes, each.seal.segment.data_bytes) for each in sealed.values()), default=0
+        (min(each.seal.segment.chunk_bytes, each.seal.segment.data_bytes) for each in parts.values()), default=0
     )
-    starts = {rank: [shard.start for shard in each.seal.shards] for rank, each in sealed.items()}
+    starts = {rank: [shard.start for shard in each.seal.shards] for rank, each in parts.items()}
     numbered = iter(ordered)
     taking = threading.Lock()
     is_failed = threading.Event()
@@ -56,7 +55,7 @@ def read_chunks(
         try:
             for rank, number in _shared(numbered, taking, is_failed):
                 with _told(on_damage, rank, number):
-                    start, end = read_chunk(sealed[rank], number, buffer)
+                    start, end = read_chunk(parts[rank], number, buffer)
                     first = max(bisect.bisect_right(starts[rank], start) - 1, 0)
                     place(rank, range(first, bisect.bisect_left(starts[rank], end)), start, end, buffer)
         except BaseException:
@@ -73,35 +72,35 @@ def read_chunks(
             raise
 
 
-def read_chunk(sealed: Sealed, number: int, buffer: mmap.mmap) -> tuple[int, int]:
+def read_chunk(part: RankPart, number: int, buffer: mmap.mmap) -> tuple[int, int]:
     """Read and verify one chunk; tells which bytes of the data it is.  Raises :class:`IntegrityError`."""
-    segment = sealed.seal.segment
+    segment = part.seal.segment
     start = number * segment.chunk_bytes
     end = min(start + segment.chunk_bytes, segment.data_bytes)
-    where = f"{sealed.path}, chunk {number}"
+    where = f"{part.path}, chunk {number}"
     with memoryview(buffer) as memory:
         try:
-            count = sealed.file.read_at(memory[: round_up(end - start, BLOCK_BYTES)], segment.data_start + start)
-        except OSError as error:
-            raise durable.read_error(f"{where} cannot be read{_tensors(sealed, start, end)}", error) from error
+            count = part.read(segment.data_start + start, memory[: round_up(end - start, BLOCK_BYTES)])
+        except StorageError as error:
+            raise read_error(f"{where} cannot be read{_tensors(part, start, end)}", error) from error
         if count < end - start:
-            raise IntegrityError(f"{where} is cut short{_tensors(sealed, start, end)}")
+            raise IntegrityError(f"{where} is cut short{_tensors(part, start, end)}")
         if digest(memory[: end - start]) != segment.chunks[number]:
-            raise IntegrityError(f"{where} is damaged: its checksum does not match{_tensors(sealed, start, end)}")
+            raise IntegrityError(f"{where} is damaged: its checksum does not match{_tensors(part, start, end)}")
     return start, end
 
 
-def check_header(sealed: Sealed) -> None:
+def check_header(part: RankPart) -> None:
     """The bytes before the data are those that were written."""
-    segment = sealed.seal.segment
+    segment = part.seal.segment
     buffer = aligned_buffer(segment.data_start)
     with memoryview(buffer) as memory:
         try:
-            count = sealed.file.read_at(memory[: segment.data_start], 0)
-        except OSError as error:
-            raise durable.read_error(f"{sealed.path}: the header cannot be read", error) from error
+            count = part.read(0, memory[: segment.data_start])
+        except StorageError as error:
+            raise read_error(f"{part.path}: the header cannot be read", error) from error
         if count < segment.data_start or digest(memory[: segment.data_start]) != segment.header:
-            raise IntegrityError(f"{sealed.path}: the header is damaged: its checksum does not match")
+            raise IntegrityError(f"{part.path}: the header is damaged: its checksum does not match")
 
 
 @contextlib.contextmanager
@@ -125,7 +124,7 @@ def _shared(
         yield number
 
 
-def _tensors(sealed: Sealed, start: int, end: int) -> str:
-    names = [shard.name for shard in sealed.seal.shards if shard.start < end and start < shard.end]
+def _tensors(part: RankPart, start: int, end: int) -> str:
+    names = [shard.name for shard in part.seal.shards if shard.start < end and start < shard.end]
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return f" (it holds {', '.join(map(repr, names[:3]))}{more})" if names else ""

@@ -6,17 +6,20 @@ Looks at names, sizes and manifests; never at data, and a manifest that cannot b
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from stillframe.checkpoint.catalog import Catalog, Checkpoint
-from stillframe.checkpoint.lock import Holder, Life, holder_of, is_held, life_of
+from stillframe.checkpoint.lock import Life, Owner, is_held, life_of, owner_of
 from stillframe.errors import IntegrityError, NotFoundError, StillframeError, StorageError, VersionError
-from stillframe.format import limits, names
-from stillframe.format.records import Manifest, decode_manifest
+from stillframe.format import names
+from stillframe.format.records import Manifest
 from stillframe.model import check_step
-from stillframe.store import durable
+from stillframe.store import files as user_files
+from stillframe.store import infos
+from stillframe.store.protocol import Info, Store
 from stillframe.units import format_ranks
 
 State = Literal["committed", "in progress", "incomplete", "damaged", "newer format", "unreadable"]
@@ -63,9 +66,9 @@ class Step:
 class Survey:
     root: Path
     steps: tuple[Step, ...]
-    holders: dict[int, Holder]
+    holders: dict[int, Owner]
     """The keepers at work here, by rank, as far as locks tell."""
-    last_words: dict[int, Holder]
+    last_words: dict[int, Owner]
     """What the locks' files say of keepers that are gone."""
     spare_bytes: int
     """Of segments that are kept to be written over."""
@@ -81,16 +84,12 @@ class Survey:
 def check_root(root: str | os.PathLike[str]) -> Path:
     """The root, if that is what it is; else :class:`NotFoundError` that says what it may have been."""
     path = Path(os.path.abspath(root))
-    try:
-        entries = sorted(os.listdir(path))
-    except FileNotFoundError:
-        raise NotFoundError(f"there is no directory {path}") from None
-    except NotADirectoryError:
-        raise NotFoundError(
-            f"{path} is a file; give the root: the directory that holds the step-… directories"
-        ) from None
-    except OSError as error:
-        raise StorageError(f"listing {path}: {error.strerror}") from error
+    kind = user_files.kind_of(path)
+    if kind == "nothing":
+        raise NotFoundError(f"there is no directory {path}")
+    if kind != "directory":
+        raise NotFoundError(f"{path} is a file; give the root: the directory that holds the step-… directories")
+    entries = user_files.names_in(path)
     if any(names.parse_step_dir(name) is not None or names.parse_lock(name) is not None for name in entries):
         return path
     if names.parse_step_dir(path.name) is not None:
@@ -108,8 +107,8 @@ def _and_more(entries: list[str]) -> str:
 
 def _is_root(path: Path) -> bool:
     try:
-        return path.is_dir() and any(names.parse_step_dir(name) is not None for name in os.listdir(path))
-    except OSError:
+        return bool(Catalog(path).step_dirs())
+    except StorageError:
         return False
 
 
@@ -118,27 +117,22 @@ def survey(root: str | os.PathLike[str], newest: int | None = None) -> Survey:
 
     Raises: :class:`NotFoundError` if it is no root, :class:`StorageError` if it cannot be listed.
     """
-    path = check_root(root)
-    catalog = Catalog(path)
-    try:
-        listed = os.listdir(path)
-    except OSError as error:
-        raise StorageError(f"listing {path}: {error.strerror}") from error
+    catalog = Catalog(check_root(root))
+    store = catalog.store
+    listed = list(store.list())
     ranks = sorted(rank for name in listed if (rank := names.parse_lock(name)) is not None)
-    spares = [path / name for name in listed if names.parse_spare(name) is not None]
-    holders = {rank: holder for rank in ranks if (holder := holder_of(path, rank)) is not None}
-    held = {rank: holder for rank, holder in holders.items() if is_held(path, rank)}
-    gone = {rank: holder for rank, holder in holders.items() if rank not in held}
+    owners = {rank: owner for rank in ranks if (owner := owner_of(store, rank)) is not None}
+    held = {rank: owner for rank, owner in owners.items() if is_held(store, rank)}
+    gone = {rank: owner for rank, owner in owners.items() if rank not in held}
     dirs = catalog.step_dirs() if newest is None else catalog.step_dirs()[-newest:]
     steps = [found for step in dirs if (found := look(catalog, step)) is not None]
-    return Survey(path, tuple(steps), held, gone, sum(map(_size, spares)))
+    spares = [_size(store, name) for name in listed if names.parse_spare(name) is not None]
+    return Survey(catalog.root, tuple(steps), held, gone, sum(spares))
 
 
-def _size(path: Path) -> int:
-    try:
-        return path.lstat().st_size
-    except OSError:
-        return 0
+def _size(store: Store, key: str) -> int:
+    info = store.head(key)
+    return info.size if info is not None else 0
 
 
 def catalogs(root: Path, step: int | None) -> tuple[int | None, list[Catalog]]:
@@ -151,8 +145,8 @@ def catalogs(root: Path, step: int | None) -> tuple[int | None, list[Catalog]]:
         if shared.is_committed(each):
             return each, [shared]
         try:
-            found = map(names.parse_manifest, os.listdir(shared.dir(each)))
-        except OSError:
+            found = [names.parse_manifest(name) for name in shared.store.list(names.step_dir(each))]
+        except StorageError:
             continue
         own = sorted(file.rank for file in found if file is not None and file.is_published and file.rank is not None)
         if own:
@@ -203,74 +197,61 @@ def look(catalog: Catalog, step: int) -> Step | None:
 
 
 def _look(catalog: Catalog, step: int) -> Step | None:
-    directory = catalog.dir(step)
+    store, directory = catalog.store, names.step_dir(step)
     try:
-        files = tuple(_files(directory))
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        return Step(step, "unreadable", None, (), 0, (), f"{directory} cannot be listed: {error.strerror}")
-    found = [names.parse_manifest(file.name) for file in files]
-    published = [each.rank for each in found if each is not None and each.is_published]
+        found = infos(store, directory)
+        if not found and store.head(directory) is None:
+            return None
+    except StorageError as error:
+        return Step(step, "unreadable", None, (), 0, (), str(error))
+    files = tuple(_files(found))
+    manifests = [names.parse_manifest(file.name) for file in files]
+    published = [each.rank for each in manifests if each is not None and each.is_published]
     if published:
-        return _committed([Catalog(catalog.root, rank) for rank in published], step, files)
+        return _committed([Catalog(store, rank) for rank in published], step, files, found)
     size = sum(file.bytes for file in files)
     sealed = tuple(sorted({file.rank for file in files if file.rank is not None and file.name.endswith(".seal.json")}))
-    if any(each is not None and each.is_damaged for each in found):
+    if any(each is not None and each.is_damaged for each in manifests):
         return Step(step, "damaged", None, sealed, size, files, "it was found damaged, and withdrawn")
-    if any(file.rank is not None and _is_alive(catalog.root, file) for file in files):
+    if any(file.rank is not None and _is_alive(store, file) for file in files):
         return Step(step, "in progress", None, sealed, size, files)
     return Step(step, "incomplete", None, sealed, size, files, "no run is working on it any more")
 
 
-def _files(directory: Path) -> list[StepFile]:
+def _files(found: dict[str, Info]) -> Iterator[StepFile]:
     """Those whose names are stillframe's."""
-    found = []
-    with os.scandir(directory) as entries:
-        for entry in entries:
-            file = names.parse_rank_file(entry.name)
-            if file is None and names.parse_manifest(entry.name) is None:
-                continue
-            try:
-                size = entry.stat(follow_symlinks=False).st_size
-            except FileNotFoundError:
-                continue
-            found.append(StepFile(entry.name, size, file.rank if file else None, file.attempt if file else None))
-    return sorted(found, key=lambda file: file.name)
+    for name, info in sorted(found.items()):
+        file = names.parse_rank_file(name)
+        if file is not None:
+            yield StepFile(name, info.size, file.rank, file.attempt)
+        elif names.parse_manifest(name) is not None:
+            yield StepFile(name, info.size, None, None)
 
 
-def _is_alive(root: Path, file: StepFile) -> bool:
+def _is_alive(store: Store, file: StepFile) -> bool:
     assert file.rank is not None
     assert file.attempt is not None
-    return life_of(root, file.rank, file.attempt) is Life.ALIVE
+    return life_of(store, file.rank, file.attempt) is Life.ALIVE
 
 
-def _committed(published: list[Catalog], step: int, files: tuple[StepFile, ...]) -> Step | None:
+def _committed(published: list[Catalog], step: int, files: tuple[StepFile, ...], found: dict[str, Info]) -> Step | None:
     """By one manifest of all ranks, or by those of some that did not share the root."""
     size = sum(file.bytes for file in files)
     manifests, lacking = [], []
     for catalog in published:
-        path = catalog.manifest_path(step)
         try:
-            lacking += [lack] if (lack := catalog.lacks(step)) else []
-            if not lacking:
-                manifests.append(decode_manifest(durable.read_small(path, limits.MAX_MANIFEST_BYTES), file=str(path)))
+            manifests.append(catalog.manifest(step))
+            lacking += [lack] if (lack := catalog.lacks(manifests[-1], found)) else []
         except NotFoundError:
             return None
         except VersionError as error:
             return Step(step, "newer format", None, (), size, files, str(error))
-        except (StillframeError, OSError) as error:
+        except IntegrityError as error:
+            lacking.append(str(error))
+        except StillframeError as error:
             return Step(step, "unreadable", None, (), size, files, str(error))
-    first = manifests[0] if manifests else _readable(published[0], step)
+    first = manifests[0] if manifests else None
     if first is not None:
         size = sum(file.bytes for file in files if file.attempt in (None, first.attempt))
-    here = tuple(sorted({entry.rank for manifest in manifests for entry in manifest.ranks}))
+    here = () if lacking else tuple(sorted({entry.rank for manifest in manifests for entry in manifest.ranks}))
     return Step(step, "damaged" if lacking else "committed", first, here, size, files, "; ".join(lacking[:3]))
-
-
-def _readable(catalog: Catalog, step: int) -> Manifest | None:
-    path = catalog.manifest_path(step)
-    try:
-        return decode_manifest(durable.read_small(path, limits.MAX_MANIFEST_BYTES), file=str(path))
-    except (StillframeError, OSError):
-        return None

@@ -57,14 +57,14 @@ def verify(checkpoint: Checkpoint, on_bytes: Callable[[int], None] = lambda _cou
         on_bytes(end - start)
 
     def damaged(rank: int, chunk: int | None, error: IntegrityError) -> None:
-        sealed = checkpoint.of(rank)
-        segment = sealed.seal.segment
+        part = checkpoint.of(rank)
+        segment = part.seal.segment
         tensors: tuple[str, ...] = ()
         if chunk is not None:
             start, end = chunk * segment.chunk_bytes, (chunk + 1) * segment.chunk_bytes
-            tensors = tuple(shard.name for shard in sealed.seal.shards if shard.start < end and start < shard.end)
+            tensors = tuple(shard.name for shard in part.seal.shards if shard.start < end and start < shard.end)
         with lock:
-            verdict.damages.append(Damage(sealed.path, rank, chunk, tensors, str(error)))
+            verdict.damages.append(Damage(part.path, rank, chunk, tensors, str(error)))
         on_bytes(segment.chunk_bytes if chunk is not None else 0)
 
     ranks = checkpoint.manifest.ranks
@@ -72,13 +72,13 @@ def verify(checkpoint: Checkpoint, on_bytes: Callable[[int], None] = lambda _cou
         wanted: list[tuple[int, int]] = []
         for entry in ranks[at : at + _RANKS_AT_ONCE]:
             try:
-                sealed = checkpoint.of(entry.rank)
-                if not sealed.seal.segment.chunks:
-                    check_header(sealed)  # of the others it is checked before their chunks
+                part = checkpoint.of(entry.rank)
+                if not part.seal.segment.chunks:
+                    check_header(part)  # of the others it is checked before their chunks
             except IntegrityError as error:
                 verdict.damages.append(Damage(checkpoint.path / entry.segment, entry.rank, None, (), str(error)))
             else:
-                wanted += [(entry.rank, number) for number in range(len(sealed.seal.segment.chunks))]
+                wanted += [(entry.rank, number) for number in range(len(part.seal.segment.chunks))]
         if wanted:
             read_chunks(checkpoint, wanted, read, damaged)
         for entry in ranks[at : at + _RANKS_AT_ONCE]:

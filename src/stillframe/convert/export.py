@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import mmap
 import os
-import secrets
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,13 +18,13 @@ from stillframe.checkpoint.contents import Entry
 from stillframe.checkpoint.stored import Stored
 from stillframe.convert.choose import Choice, Named, check_names
 from stillframe.convert.foreign import dcp_errors, refused_by_torch
-from stillframe.errors import ConfigError, ExistsError
+from stillframe.errors import ConfigError
 from stillframe.format.segment import ITEM_BYTES, Shard, encode_header
 from stillframe.format.tree import ArrayNode, LeafNode, ShardedNode, TensorNode, ValueNode
 from stillframe.restore.load import Builder, Later, pull
 from stillframe.restore.place import Placement, StoredTensor
 from stillframe.state.boxes import Box
-from stillframe.store import durable
+from stillframe.store import files
 
 _INDEX = "model.safetensors.index.json"
 OnBytes = Callable[[int], None]
@@ -53,20 +51,20 @@ def to_safetensors(stored: Stored, choice: Choice, to: Path, max_bytes: int, on_
     check_names(tensors)
     size = sum(_bytes(each.entry) for each in tensors)
     if to.suffix == ".safetensors":
-        with publishing(to) as partial:
+        with files.publishing(to) as partial:
             _fill_safetensors(stored, tensors, partial, on_bytes)
         return Exported([to], len(tensors), size)
     groups = _split(tensors, max_bytes)
     names = [f"model-{at:05d}-of-{len(groups):05d}.safetensors" for at in range(1, len(groups) + 1)]
     names = names if len(groups) > 1 else ["model.safetensors"]
-    with publishing(to) as partial:
-        durable.make_dir(partial)
+    with files.publishing(to) as partial:
+        files.make_directory(partial)
         for name, group in zip(names, groups, strict=True):
             _fill_safetensors(stored, group, partial / name, on_bytes)
         if len(groups) > 1:
-            files = {each.name: name for name, group in zip(names, groups, strict=True) for each in group}
-            index = {"metadata": {"total_size": size}, "weight_map": files}
-            durable.write_partial(partial / _INDEX, msgspec.json.format(msgspec.json.encode(index), indent=2))
+            where = {each.name: name for name, group in zip(names, groups, strict=True) for each in group}
+            index = {"metadata": {"total_size": size}, "weight_map": where}
+            files.write_file(partial / _INDEX, msgspec.json.format(msgspec.json.encode(index), indent=2))
             names.append(_INDEX)
     return Exported([to / name for name in names], len(tensors), size)
 
@@ -103,12 +101,7 @@ def _fill_safetensors(stored: Stored, group: Sequence[Named], path: Path, on_byt
         shards.append(Shard(each.name, each.entry.dtype, each.entry.shape, at, at + _bytes(each.entry)))
         at = shards[-1].end
     header = encode_header(shards, {})
-    fd = durable.open_file(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
-    try:
-        _hold_room(fd, len(header) + at)
-        memory = mmap.mmap(fd, len(header) + at)
-    finally:
-        os.close(fd)
+    memory = files.mapped(path, len(header) + at)
     memory[: len(header)] = header
     placement = Placement(stored)
     for each, shard in zip(ordered, shards, strict=True):
@@ -119,14 +112,6 @@ def _fill_safetensors(stored: Stored, group: Sequence[Named], path: Path, on_byt
                 _node(each.entry), torch.frombuffer(memory, dtype=dtype, count=count, offset=begin).view(shape), ""
             )
     placement.fill(on_bytes)
-
-
-def _hold_room(fd: int, size: int) -> None:
-    """A full disk is found now; in the middle of filling mapped memory it would be a SIGBUS.
-
-    posix_fallocate(3) writes zeros where the file system cannot reserve.
-    """
-    os.posix_fallocate(fd, 0, size)
 
 
 def to_torch(stored: Stored, choice: Choice, to: Path, on_bytes: OnBytes) -> Exported:
@@ -141,11 +126,10 @@ def to_torch(stored: Stored, choice: Choice, to: Path, on_bytes: OnBytes) -> Exp
         outline = _Outline(stored)
         state = _Plain(stored, outline).whole(choice)
     bases = {base.untyped_storage()._cdata: (node, base) for node, base in outline.fresh_tensors()}
-    with publishing(to) as partial, refused_by_torch(to):
+    with files.publishing(to) as partial, refused_by_torch(to):
         with torch.serialization.skip_data(materialize_fake_tensors=True):
             torch.save(state, partial)
-        with partial.open("r+b") as file:
-            _hold_room(file.fileno(), partial.stat().st_size)
+        files.mapped(partial).close()  # its room is reserved
         with torch.serialization.set_default_mmap_options(mmap.MAP_SHARED):
             written = torch.load(partial, mmap=True, weights_only=True)
         filling = Placement(stored)
@@ -177,7 +161,7 @@ def to_dcp(stored: Stored, choice: Choice, to: Path, on_bytes: OnBytes) -> Expor
     if not isinstance(state, dict):
         raise ConfigError("a DCP checkpoint is a dict; give --below a dict, or choose another format")
     planner = _planner(stored, described, on_bytes)
-    with publishing(to) as partial, dcp_errors(f"exporting to {to}"), warnings.catch_warnings():
+    with files.publishing(to) as partial, dcp_errors(f"exporting to {to}"), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*single process")
         save(state, storage_writer=FileSystemWriter(partial), planner=planner, no_dist=True)
     return Exported([to], len(choice.tensors), sum(_bytes(each.entry) for each in choice.tensors))
@@ -271,19 +255,3 @@ def _tensor_pairs(one: Any, other: Any) -> Iterator[tuple[torch.Tensor, torch.Te
     elif isinstance(one, list | tuple):
         for a, b in zip(one, other, strict=True):
             yield from _tensor_pairs(a, b)
-
-
-@contextlib.contextmanager
-def publishing(to: Path) -> Iterator[Path]:
-    """A name to write a file or a flat directory under; what is complete and durable gets its own, else it goes."""
-    if os.path.lexists(to):
-        raise ExistsError(f"{to} is there already, and is left alone; choose another name or remove it")
-    partial = to.with_name(f"{to.name}.{secrets.token_hex(4)}.partial")
-    with durable.storage_errors(f"exporting to {to}"):
-        durable.make_dirs(to.parent)
-        try:
-            yield partial
-            durable.publish_whole(partial, to)
-        except BaseException:
-            durable.remove_whole(partial)
-            raise

@@ -22,6 +22,7 @@ from stillframe.checkpointer import Checkpointer
 from stillframe.convert.foreign import dcp_errors, refusal
 from stillframe.errors import DeadlineError, FormatError, NotFoundError, UnsupportedStateError
 from stillframe.format import names
+from stillframe.store import files
 
 _DCP_INDEX = ".metadata"
 _MODEL = "model"
@@ -61,38 +62,38 @@ def import_state(source: Path, root: Path, step: int, under: str | None, on_byte
 
 def read_state(source: Path) -> Any:
     """What a file or directory holds."""
-    if (source / _DCP_INDEX).is_file():
-        return _read_dcp(source)
-    if source.is_dir():
-        return _read_directory(source)
-    if not source.is_file():
-        raise NotFoundError(f"there is no {source}" if not source.exists() else f"{source} is no file")
+    kind = files.kind_of(source)
+    if kind == "directory":
+        return _read_dcp(source) if _DCP_INDEX in files.names_in(source) else _read_directory(source)
+    if kind != "file":
+        raise NotFoundError(f"there is no {source}" if kind == "nothing" else f"{source} is no file")
     return _read_safetensors(source) if source.suffix == ".safetensors" else _read_torch(source)
 
 
 def _read_directory(source: Path) -> dict[str, torch.Tensor]:
     """The files that an index names, or all there are; nothing may be missing, nothing there twice."""
-    indexes = sorted(source.glob("*.safetensors.index.json"))
-    files = sorted(source.glob("*.safetensors"))
-    if any(names.parse_step_dir(each.name) is not None for each in source.iterdir()):
+    entries = files.names_in(source)
+    indexes = [source / name for name in entries if name.endswith(".safetensors.index.json")]
+    parts = [source / name for name in entries if name.endswith(".safetensors")]
+    if any(names.parse_step_dir(name) is not None for name in entries):
         raise NotFoundError(f"{source} is a root of stillframe already: copy the directory")
-    if len(indexes) > 1 or not files:
+    if len(indexes) > 1 or not parts:
         what = "more than one index" if indexes else f"no *.safetensors, and no {_DCP_INDEX} of DCP's"
         raise NotFoundError(f"there is nothing to import in {source}: {what}; give one file")
     named: dict[str, str] = {}
     if indexes:
         try:
-            named = msgspec.json.decode(indexes[0].read_bytes(), type=_Index).weight_map
+            named = msgspec.json.decode(files.read_file(indexes[0]), type=_Index).weight_map
         except msgspec.MsgspecError as error:
             raise FormatError(f"{indexes[0]} cannot be read: {error}") from None
         if not named:
             raise FormatError(f"{indexes[0]} names no tensor")
-        files = [source / name for name in sorted(set(named.values()))]
+        parts = [source / name for name in sorted(set(named.values()))]
     else:
-        _check_parts(files)
+        _check_parts(parts)
     state: dict[str, torch.Tensor] = {}
-    for file in files:
-        if not file.is_file() or file.parent != source:
+    for file in parts:
+        if file.name not in entries or file.parent != source:
             raise NotFoundError(f"{indexes[0]} names {file.name}, which is not there")
         found = _read_safetensors(file)
         found = {name: tensor for name, tensor in found.items() if named.get(name, file.name) == file.name}
@@ -106,11 +107,11 @@ def _read_directory(source: Path) -> dict[str, torch.Tensor]:
     return state
 
 
-def _check_parts(files: list[Path]) -> None:
-    parts = [match for file in files if (match := _PART.search(file.name))]
-    for match in parts:
-        if len(parts) != int(match[2]):
-            raise NotFoundError(f"{files[0].parent} has {len(parts)} of {int(match[2])} files")
+def _check_parts(parts: list[Path]) -> None:
+    numbered = [match for part in parts if (match := _PART.search(part.name))]
+    for match in numbered:
+        if len(numbered) != int(match[2]):
+            raise NotFoundError(f"{parts[0].parent} has {len(numbered)} of {int(match[2])} files")
 
 
 def _read_safetensors(path: Path) -> dict[str, torch.Tensor]:
@@ -124,8 +125,7 @@ def _read_safetensors(path: Path) -> dict[str, torch.Tensor]:
 
 
 def _read_torch(path: Path) -> Any:
-    with path.open("rb") as file:
-        is_legacy = file.read(len(_LEGACY)) == _LEGACY
+    is_legacy = files.read_file(path, len(_LEGACY)) == _LEGACY
     if not is_legacy and not zipfile.is_zipfile(path):
         raise UnsupportedStateError(
             f"{path} is neither a file of torch.save's nor *.safetensors nor a directory of DCP's"

@@ -9,37 +9,26 @@ from typing import Any
 
 import torch
 
-from stillframe.convert.export import publishing
-from stillframe.format import names
-from stillframe.store import durable
+from stillframe.store import files
 
 
 def write_object(path: str | os.PathLike[str], value: Any) -> None:
     """One file, in the place of what was there; raises :class:`StorageError`."""
-    to = Path(path)
-    partial = to.with_name(to.name + names.PARTIAL)
-    with durable.storage_errors(f"writing {to}"):
-        durable.make_dirs(to.parent)
+    with files.replacing(Path(path)) as partial:
         torch.save(value, partial)
-        durable.sync_file(partial)
-        durable.publish(partial, to)
 
 
-def write_objects(directory: str | os.PathLike[str], files: Mapping[str, Callable[[], Any]]) -> None:
+def write_objects(directory: str | os.PathLike[str], values: Mapping[str, Callable[[], Any]]) -> None:
     """A new directory of them, one value in memory at a time.
 
     Raises: :class:`ExistsError` if it is there; :class:`StorageError`.
     """
-    with publishing(Path(directory)) as partial:
-        durable.make_dir(partial)
-        for name, value in files.items():
+    with files.publishing(Path(directory)) as partial:
+        files.make_directory(partial)
+        for name, value in values.items():
             torch.save(value(), partial / name)
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
     """A small file, in the place of what was there; raises :class:`StorageError`."""
-    to = Path(path)
-    partial = to.with_name(to.name + names.PARTIAL)
-    with durable.storage_errors(f"writing {to}"):
-        durable.write_partial(partial, text.encode())
-        durable.publish(partial, to)
+    files.write_file(path, text.encode(), is_forced=True)

@@ -111,5 +111,5 @@ _decoder = msgspec.json.Decoder(Event)
 def decode_lines(data: bytes) -> Iterator[Event]:
     """Lines that are cut off, or of kinds that this version does not know, are passed over."""
     for line in data.splitlines():
-        with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError):
+        with contextlib.suppress(ValueError, RecursionError):
             yield _decoder.decode(line)

@@ -15,11 +15,17 @@ LABEL = "label.json"
 LATEST = "latest"
 
 _STEP = re.compile(r"step-(\d{12})", re.ASCII)
-_RANK_FILE = re.compile(r"rank-(\d{5})-([0-9a-f]{8})\.(safetensors|seal\.json|failure\.json)(\.partial)?", re.ASCII)
+_UNFINISHED = r"\.[0-9a-f]{8}\.partial"
+"""What a store adds to a name while its file is written."""
+_RANK_FILE = re.compile(
+    rf"rank-(\d{{5}})-([0-9a-f]{{8}})\.(safetensors|seal\.json|failure\.json)({_UNFINISHED})?", re.ASCII
+)
 _LOCK = re.compile(r"rank-(\d{5})\.lock", re.ASCII)
 _LABEL = re.compile(r"label-(\d{12})-([0-9a-f]{8})\.partial", re.ASCII)
 _SPARE = re.compile(r"rank-(\d{5})\.spare", re.ASCII)
-_MANIFEST = re.compile(r"manifest(?:-(\d{5}))?(\.damaged|\.pruned)?\.json(\.[0-9a-f]{8}\.partial)?", re.ASCII)
+_MANIFEST = re.compile(rf"manifest(?:-(\d{{5}}))?(\.damaged|\.pruned)?\.json({_UNFINISHED})?", re.ASCII)
+_LABEL_MARK = re.compile(rf"label\.json({_UNFINISHED})?", re.ASCII)
+_LATEST = re.compile(rf"latest{_UNFINISHED}", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +72,7 @@ def damaged_manifest(rank: int | None = None) -> str:
 
 
 def spare(rank: int) -> str:
-    """A segment that retention let go, kept to be written over by the next one."""
+    """A blob that retention let go, kept by the store to be written over by the next one."""
     return f"rank-{rank:05d}.spare"
 
 
@@ -82,7 +88,11 @@ def label_partial(step: int, attempt: str) -> str:
 
 def is_label(name: str) -> bool:
     """What tells, in a step's directory, which label it has."""
-    return name in (LABEL, LABEL + PARTIAL)
+    return _LABEL_MARK.fullmatch(name) is not None
+
+
+def is_unfinished_latest(name: str) -> bool:
+    return _LATEST.fullmatch(name) is not None
 
 
 def parse_label_partial(name: str) -> tuple[int, str] | None:
@@ -97,10 +107,6 @@ def lock(rank: int) -> str:
 def parse_lock(name: str) -> int | None:
     found = _LOCK.fullmatch(name)
     return int(found[1]) if found else None
-
-
-def manifest_partial(attempt: str, rank: int | None = None) -> str:
-    return f"{manifest(rank)}.{attempt}{PARTIAL}"
 
 
 def parse_rank_file(name: str) -> RankFile | None:

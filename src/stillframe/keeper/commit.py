@@ -13,16 +13,14 @@ is free), or at the deadline, and the error names the ranks.
 
 from __future__ import annotations
 
-import os
+import contextlib
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
 from stillframe import errors
-from stillframe.checkpoint.catalog import Catalog
 from stillframe.checkpoint.lock import Life, life_of
 from stillframe.errors import DeadlineError, ExistsError, FormatError, KeeperError, StateError
 from stillframe.format import limits, names
@@ -37,8 +35,8 @@ from stillframe.format.records import (
 )
 from stillframe.format.segment import OF_TEAM
 from stillframe.format.tree import DictNode, LeafNode, ListNode, Node, ObjectNode, ShardedNode, TupleNode
-from stillframe.keeper.segment import Flush
-from stillframe.store import durable
+from stillframe.keeper.segment import SegmentWriter
+from stillframe.store.protocol import Missing, Store, read_all
 from stillframe.units import format_ranks
 
 COORDINATOR = 0
@@ -56,7 +54,7 @@ _HEAD_BYTES = 512
 class Terms:
     """What every wait of this keeper goes by."""
 
-    root: Path
+    store: Store
     attempt: str
     world_size: int
     deadline_s: float
@@ -65,7 +63,7 @@ class Terms:
 class Commit(Protocol):
     """A sealed step that waits to be committed."""
 
-    flush: Flush
+    save: SegmentWriter
     decides: bool
     """It makes the checkpoint, and so has work to do even when no trainer is left."""
 
@@ -102,7 +100,7 @@ class _Watch:
         self._turn += _LOCKS_AT_ONCE
         # One that never had its lock may be starting still; but if our own trainer is gone, a new run has taken it.
         is_late = is_orphan and self.waited_s > _UNKNOWN_S
-        lives = {rank: life_of(self._terms.root, rank, self._terms.attempt) for rank in _turn(ranks, start)}
+        lives = {rank: life_of(self._terms.store, rank, self._terms.attempt) for rank in _turn(ranks, start)}
         return sorted(rank for rank, life in lives.items() if life is Life.GONE or (life is Life.UNKNOWN and is_late))
 
 
@@ -115,13 +113,13 @@ class Coordinator:
 
     decides = True
 
-    def __init__(self, flush: Flush, terms: Terms, has_locks: bool) -> None:
-        self.flush = flush
-        entry = flush.entry
+    def __init__(self, save: SegmentWriter, terms: Terms, has_locks: bool) -> None:
+        self.save = save
+        entry = save.entry
         self._terms = terms
         self._watch = _Watch(terms, has_locks)
         self._entries = {entry.rank: entry}
-        self._teams: dict[int, list[Team]] = {entry.rank: flush.draft.teams}
+        self._teams: dict[int, list[Team]] = {entry.rank: save.draft.teams}
         self._seen_gone: set[int] = set()
 
     @property
@@ -133,18 +131,17 @@ class Coordinator:
         missing = self.awaited
         if not missing:
             self._check_teams()
-            durable.sync_dir(self.flush.dir)  # a seal is seen from its rename on, and may not be durable yet
-            self.flush.commit([self._entries[rank] for rank in range(self._terms.world_size)])
+            self.save.commit([self._entries[rank] for rank in range(self._terms.world_size)])
             return True
         gone = self._watch.gone(missing, is_orphan)
         if self._seen_gone.intersection(gone):  # twice: its seal may have come between the listing and the look
             if not self._begun().isdisjoint(gone):
                 raise KeeperError(
-                    f"{_not_committed(self.flush.begin.step)}: {format_ranks(gone)} ended before sealing it"
+                    f"{_not_committed(self.save.begin.step)}: {format_ranks(gone)} ended before sealing it"
                 )
             if is_orphan or self._watch.waited_s > _ABSENT_S:  # else its trainer may yet come, and start another
                 raise KeeperError(
-                    f"{_not_committed(self.flush.begin.step)}: {format_ranks(gone)} ended without saving it; {_ADVICE}"
+                    f"{_not_committed(self.save.begin.step)}: {format_ranks(gone)} ended without saving it; {_ADVICE}"
                 )
         self._seen_gone.update(gone)
         if self._watch.waited_s > self._terms.deadline_s:
@@ -153,25 +150,32 @@ class Coordinator:
 
     def _begun(self) -> set[int]:
         """The ranks that have written anything of this step."""
-        files = map(names.parse_rank_file, os.listdir(self.flush.dir))
+        files = map(names.parse_rank_file, self._list())
         return {file.rank for file in files if file is not None and file.attempt == self._terms.attempt}
 
     def _take_seals(self) -> None:
-        for name in os.listdir(self.flush.dir):
+        for name in self._list():
             file = names.parse_rank_file(name)
             if file is None or file.is_partial or file.attempt != self._terms.attempt or file.rank in self._entries:
                 continue
             if file.kind == "failure.json":
-                raise _failure(self.flush.dir / name)
+                raise _failure(self._terms.store, self._key(name))
             if file.kind == "seal.json":
-                self._take(file.rank, self.flush.dir / name)
+                self._take(file.rank, name)
 
-    def _take(self, rank: int, path: Path) -> None:
-        head = durable.read_head(path, HEAD_BYTES[0])
+    def _list(self) -> list[str]:
+        return list(self._terms.store.list(names.step_dir(self.save.begin.step)))
+
+    def _key(self, name: str) -> str:
+        return self.save.catalog.key(self.save.begin.step, name)
+
+    def _take(self, rank: int, name: str) -> None:
+        store, path = self._terms.store, self._terms.store.where(self._key(name))
+        head = _read_head(store, self._key(name), HEAD_BYTES[0])
         if not has_head(head):
-            head = durable.read_head(path, HEAD_BYTES[1])
-        seal, known_by = decode_seal_head(head, file=str(path))
-        if (seal.step, seal.rank, seal.attempt) != (self.flush.begin.step, rank, self._terms.attempt):
+            head = _read_head(store, self._key(name), HEAD_BYTES[1])
+        seal, known_by = decode_seal_head(head, file=path)
+        if (seal.step, seal.rank, seal.attempt) != (self.save.begin.step, rank, self._terms.attempt):
             raise FormatError(f"{path} is the seal of step {seal.step}, rank {seal.rank}")
         if seal.world_size != self._terms.world_size:
             raise StateError(
@@ -180,9 +184,7 @@ class Coordinator:
             )
         if rank >= self._terms.world_size:
             raise StateError(f"step {seal.step} has a seal of rank {rank}, but the world has {seal.world_size} ranks")
-        self._entries[rank] = RankEntry(
-            rank, names.segment(rank, seal.attempt), seal.segment_bytes, path.name, known_by
-        )
+        self._entries[rank] = RankEntry(rank, names.segment(rank, seal.attempt), seal.segment_bytes, name, known_by)
         self._teams[rank] = seal.teams
 
     def _check_teams(self) -> None:
@@ -214,18 +216,18 @@ class Coordinator:
         ]
         listed = "\n  ".join(lines[:20]) or "they are laid out differently over the ranks"
         return (
-            f"{_not_committed(self.flush.begin.step)}: {format_ranks([rank])} and {format_ranks(odd)} save "
+            f"{_not_committed(self.save.begin.step)}: {format_ranks([rank])} and {format_ranks(odd)} save "
             f"different tensors where they should hold parts of the same:\n  {listed}"
         )
 
     def _tensors(self, rank: int) -> dict[str, str]:
-        path = self.flush.dir / names.seal(rank, self._terms.attempt)
-        seal, _ = decode_seal(durable.read_small(path, limits.MAX_SEAL_BYTES), file=str(path))
+        store, key = self._terms.store, self._key(names.seal(rank, self._terms.attempt))
+        seal, _ = decode_seal(read_all(store, key, limits.MAX_SEAL_BYTES), file=store.where(key))
         return {node.tensor.split(OF_TEAM)[0]: f"{node.dtype}{list(node.shape)}" for node in _sharded(seal.tree)}
 
     def _lateness(self, missing: list[int]) -> str:
         text = (
-            f"{_not_committed(self.flush.begin.step)}: {format_ranks(missing)} of {self._terms.world_size} did "
+            f"{_not_committed(self.save.begin.step)}: {format_ranks(missing)} of {self._terms.world_size} did "
             f"not seal it within {self._terms.deadline_s:g} s"
         )
         elsewhere = self._newest_step_of(missing[0])
@@ -235,13 +237,9 @@ class Coordinator:
 
     def _newest_step_of(self, rank: int) -> int | None:
         """Another step, later or not committed either, that a missing rank has sealed; for a message."""
+        catalog, now = self.save.catalog, self.save.begin.step
         seal = names.seal(rank, self._terms.attempt)
-        steps = [names.parse_step_dir(name) for name in os.listdir(self._terms.root)]
-        sealed = [
-            step for step in steps if step is not None and (self._terms.root / names.step_dir(step) / seal).exists()
-        ]
-        catalog = Catalog(self._terms.root)
-        now = self.flush.begin.step
+        sealed = [step for step in catalog.step_dirs() if catalog.store.head(catalog.key(step, seal)) is not None]
         return max((step for step in sealed if step > now or not catalog.is_committed(step)), default=None)
 
 
@@ -250,35 +248,26 @@ class Member:
 
     decides = False
 
-    def __init__(self, flush: Flush, terms: Terms, has_locks: bool) -> None:
-        self.flush = flush
+    def __init__(self, save: SegmentWriter, terms: Terms, has_locks: bool) -> None:
+        self.save = save
         self._terms = terms
         self._watch = _Watch(terms, has_locks)
-        self._manifest = flush.dir / names.MANIFEST
-        self._pruned = flush.dir / names.pruned_manifest()
-        self._failure = flush.dir / names.failure(COORDINATOR, terms.attempt)
+        step, key = save.begin.step, save.catalog.key
+        self._manifests = key(step, names.MANIFEST), key(step, names.pruned_manifest())
+        self._failure = key(step, names.failure(COORDINATOR, terms.attempt))
 
     @property
     def awaited(self) -> list[int]:
         return [COORDINATOR]
 
     def poll(self, is_orphan: bool) -> bool:
-        step = self.flush.begin.step
-        manifest = next((each for each in (self._manifest, self._pruned) if each.exists()), None)
-        if manifest is not None:
-            # The attempt stands in its first bytes; there may be megabytes of ranks behind.
-            try:
-                head = durable.read_head(manifest, _HEAD_BYTES)
-            except FileNotFoundError:
-                return False  # retention has just renamed it: the next look finds it
-            if f'"attempt":"{self._terms.attempt}"'.encode() not in head:
-                raise ExistsError(f"step {step} was committed by another run in {self._terms.root}")
+        step, store = self.save.begin.step, self._terms.store
+        if self._is_published():
             return True
-        if self._failure.exists():
-            self.flush.is_promised = False
-            raise _failure(self._failure)
-        is_gone = self._watch.gone([COORDINATOR], is_orphan)
-        if is_gone and not self._manifest.exists() and not self._pruned.exists():
+        if store.head(self._failure) is not None:
+            self.save.is_promised = False
+            raise _failure(store, self._failure)
+        if self._watch.gone([COORDINATOR], is_orphan) and not self._is_published():
             raise KeeperError(f"{_not_committed(step)}: rank 0 ended before committing it; {_ADVICE}")
         if self._watch.waited_s > self._terms.deadline_s + _MEMBERS_WAIT_LONGER_S:
             raise DeadlineError(
@@ -286,9 +275,25 @@ class Member:
             )
         return False
 
+    def _is_published(self) -> bool:
+        """Whether there is a manifest of this attempt, or was until retention set it aside; raises for another's."""
+        for key in self._manifests:
+            # The attempt stands in its first bytes; there may be megabytes of ranks behind.
+            with contextlib.suppress(Missing):
+                if f'"attempt":"{self._terms.attempt}"'.encode() in _read_head(self._terms.store, key, _HEAD_BYTES):
+                    return True
+                step, where = self.save.begin.step, self._terms.store.where()
+                raise ExistsError(f"step {step} was committed by another run in {where}")
+        return False
 
-def _failure(path: Path) -> Exception:
-    failure = decode_failure(durable.read_small(path, limits.MAX_FAILURE_BYTES), file=str(path))
+
+def _read_head(store: Store, key: str, count: int) -> bytes:
+    buffer = bytearray(count)
+    return bytes(buffer[: store.read(key, 0, memoryview(buffer))])
+
+
+def _failure(store: Store, key: str) -> Exception:
+    failure = decode_failure(read_all(store, key, limits.MAX_FAILURE_BYTES), file=store.where(key))
     message = failure.message
     if not message.startswith(_not_committed(failure.step)):
         message = f"{_not_committed(failure.step)}: rank {failure.rank} could not save it: {message}"

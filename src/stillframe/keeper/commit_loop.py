@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Callable
 
 from stillframe.keeper.commit import Commit
-from stillframe.keeper.segment import Flush
+from stillframe.keeper.segment import SegmentWriter
 
 _FIRST_S = 0.005
 _LONGEST_S = 0.25
@@ -31,7 +31,7 @@ def longest_pause_s(crowd: int) -> float:
     return min(_LONGEST_S * max(crowd / _CROWD, 1.0), _CROWDED_S)
 
 
-class Waiting:
+class CommitLoop:
     """``settle`` is called once for each, when it is committed or has failed; ``tell`` says who is waited for.
 
     ``longest_s``: between two looks.
@@ -39,7 +39,7 @@ class Waiting:
 
     def __init__(
         self,
-        settle: Callable[[int, Flush], None],
+        settle: Callable[[int, SegmentWriter], None],
         tell: Callable[[int, list[int]], None],
         tidy: Callable[[], bool],
         is_orphan: Callable[[], bool],
@@ -113,7 +113,7 @@ class Waiting:
 
     def _poll(self, save: int, commit: Commit, is_news: bool) -> bool:
         """Whether it has been settled, one way or the other."""
-        flush = commit.flush
+        segment = commit.save
         is_orphan = self._is_orphan()
         if is_orphan and not commit.decides:
             self._forget(save)  # nobody is left to be told
@@ -121,11 +121,11 @@ class Waiting:
         try:
             is_done = commit.poll(is_orphan)
         except Exception as error:  # kept, and reported
-            flush.error = error
+            segment.error = error
             is_done = True
         if is_done:
             self._forget(save)
-            self._settle(save, flush)
+            self._settle(save, segment)
         elif is_news:
             self._tell(save, commit.awaited)
         return is_done

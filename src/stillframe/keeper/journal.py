@@ -9,19 +9,20 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import msgspec
 
 import stillframe
-from stillframe.checkpoint.events import DIRECTORY, MAX_BYTES, event_files
+from stillframe.checkpoint.events import MAX_BYTES, event_files, event_key, read_events
+from stillframe.errors import StorageError
 from stillframe.format import events
 from stillframe.format.events import InFlight
 from stillframe.keeper.commit import Terms
-from stillframe.keeper.segment import Flush
+from stillframe.keeper.segment import SegmentWriter
 from stillframe.link import messages
 from stillframe.retention import Keep
-from stillframe.store import durable
+from stillframe.store.posix import PosixStore
+from stillframe.store.protocol import Store
 
 _PERIOD_S = 1.0
 _MAX_ATTEMPTS = 20
@@ -33,7 +34,7 @@ _CLOSE_S = 2.0
 class Journal:
     """Thread: safe from any."""
 
-    def __init__(self, terms: Terms, rank: int, keep: Keep, flushes: Callable[[], Sequence[Flush]]) -> None:
+    def __init__(self, terms: Terms, rank: int, keep: Keep, saves: Callable[[], Sequence[SegmentWriter]]) -> None:
         self._terms = terms
         self._rank = rank
         self._run = events.Run(
@@ -41,7 +42,7 @@ class Journal:
             stillframe.__version__, keep.last, keep.every,
         )  # fmt: skip
         self._log: EventLog | None = None
-        self._flushes = flushes
+        self._saves = saves
         self._unix_s = time.time() - time.monotonic()
         """The trainer's monotonic clock is ours: it is the machine's."""
         self._lock = threading.Lock()
@@ -51,9 +52,11 @@ class Journal:
     def begin(self) -> None:
         """The root is ours; nothing is told before."""
         if self._log is None:
-            with contextlib.suppress(OSError):
-                forget(self._terms.root, self._rank, _MAX_ATTEMPTS)
-            self._log = EventLog(self._terms.root, self._rank, self._terms.attempt, self._run)
+            store = self._terms.store
+            with contextlib.suppress(StorageError):
+                forget(store, self._rank, _MAX_ATTEMPTS)
+            if isinstance(store, PosixStore):  # only a file can be added to
+                self._log = EventLog(store, event_key(self._rank, self._terms.attempt), self._run)
 
     def _write(self, event: events.Event) -> None:
         if self._log is not None:
@@ -68,14 +71,14 @@ class Journal:
         passed_over = list(message.passed_over)
         self._write(events.Restore(time.time(), message.step, message.bytes, message.seconds, passed_over))
 
-    def ended(self, flush: Flush, committed_s: float | None, error: str = "") -> None:
+    def ended(self, save: SegmentWriter, committed_s: float | None, error: str = "") -> None:
         """A save is committed, or has failed."""
-        begin = flush.begin
+        begin = save.begin
         self._write(
             events.Save(
                 time.time(), begin.step, "failed" if committed_s is None else "committed", begin.data_bytes,
                 begin.requested_s + self._unix_s, self._unix(begin.returned_s), self._unix(begin.stage_begin_s),
-                self._unix(flush.staged_s), self._unix(flush.flush_begin_s), self._unix(flush.sealed_s),
+                self._unix(save.staged_s), self._unix(save.flush_begin_s), self._unix(save.sealed_s),
                 self._unix(committed_s), error,
             )
         )  # fmt: skip
@@ -88,7 +91,7 @@ class Journal:
             if now - self._told_s < _PERIOD_S and not is_news:
                 return
             self._told_s = now
-        saves = [self._in_flight(flush) for flush in self._flushes()]
+        saves = [self._in_flight(save) for save in self._saves()]
         used = sum(save.staged_bytes - save.flushed_bytes for save in saves)
         self._write(events.Progress(time.time(), saves, self.arena_bytes, used))
 
@@ -97,11 +100,12 @@ class Journal:
             self._log.write(events.End(time.time(), not is_orphan))
             self._log.close()
 
-    def _in_flight(self, flush: Flush) -> InFlight:
-        phase = "sealed" if flush.sealed_s is not None else "staging" if flush.staged_s is None else "flushing"
-        begin = flush.begin
+    def _in_flight(self, save: SegmentWriter) -> InFlight:
+        begin = save.begin
         requested_s = begin.requested_s + self._unix_s
-        return InFlight(begin.step, phase, requested_s, begin.data_bytes, flush.received_bytes, flush.flushed_bytes)
+        return InFlight(
+            begin.step, save.state.value, requested_s, begin.data_bytes, save.received_bytes, save.flushed_bytes
+        )
 
     def _unix(self, monotonic_s: float | None) -> float | None:
         return None if monotonic_s is None else monotonic_s + self._unix_s
@@ -115,11 +119,13 @@ class EventLog:
     ``head``: what every file of the log begins with.
     """
 
-    def __init__(self, root: Path, rank: int, attempt: str, head: events.Run) -> None:
-        self._path = root / DIRECTORY / f"rank-{rank:05d}-{attempt}.jsonl"
+    def __init__(self, store: PosixStore, key: str, head: events.Run) -> None:
+        self._store = store
+        self._key = key
         self._head = head
         self._queue: queue.Queue[events.Event | None] = queue.Queue(_MAX_WAITING)
-        self._fd = -1
+        self._bytes = MAX_BYTES
+        """In the file, as far as this log knows: at first it knows none."""
         self._thread = threading.Thread(target=self._run, name="stillframe-events", daemon=True)
         self._thread.start()
 
@@ -139,22 +145,20 @@ class EventLog:
                 self._append(msgspec.json.encode(event) + b"\n")
 
     def _append(self, line: bytes) -> None:
-        if self._fd >= 0 and os.fstat(self._fd).st_size + len(line) > MAX_BYTES:
-            os.close(self._fd)
-            self._fd = -1
-            durable.move(self._path, self._path.with_name(self._path.name + ".1"))
-        if self._fd < 0:
-            self._path.parent.mkdir(exist_ok=True)
-            self._fd = durable.open_file(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        if self._bytes + len(line) > MAX_BYTES:
+            info = self._store.head(self._key)
+            if info is not None and info.size + len(line) > MAX_BYTES:
+                self._store.rename(self._key, f"{self._key}.1", durable=False)
             # Its time makes the first line of each file another one: that is what a file can be known by.
             line = msgspec.json.encode(msgspec.structs.replace(self._head, at_s=time.time())) + b"\n" + line
-        os.write(self._fd, line)
+        self._bytes = self._store.append(self._key, line)
 
 
-def forget(root: Path, rank: int, attempts: int) -> None:
-    """Remove a rank's files of all but so many of its attempts, the oldest first; raises ``OSError``."""
-    own = [paths for key, paths in event_files(root).items() if key[0] == rank]
-    own.sort(key=lambda paths: max(path.stat().st_mtime for path in paths))
-    for paths in own[:-attempts]:
-        for path in paths:
-            durable.remove(path)
+def forget(store: Store, rank: int, attempts: int) -> None:
+    """Remove a rank's files of all but so many of its attempts, the oldest first.  Raises :class:`StorageError`."""
+
+    def began_s(keys: list[str]) -> float:
+        return next((event.at_s for event in read_events(store, keys[:1])), 0.0)
+
+    own = sorted((keys for (whose, _), keys in event_files(store).items() if whose == rank), key=began_s)
+    store.delete([key for keys in own[:-attempts] for key in keys])

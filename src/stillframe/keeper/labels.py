@@ -5,23 +5,22 @@
 ``<root>/latest``                           the name, if it asks for that
 ``<root>/step-…/label.json``                which label a step has, written before its manifest
 
-A crash right after a commit leaves the partial name; the next run's sweep finishes it.
+A crash right after a commit leaves the partial name; the next run's sweep finishes it.  Only a file system can rename a
+directory, so only there are labels.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
-from pathlib import Path
 
 import msgspec
 
 from stillframe.checkpoint.catalog import Catalog
-from stillframe.errors import ConfigError, ExistsError, StillframeError
+from stillframe.errors import ConfigError, ExistsError, StillframeError, StorageError
 from stillframe.format import limits, names
-from stillframe.format.records import decode_manifest
 from stillframe.model import Label, check_label_name
-from stillframe.store import durable
+from stillframe.store.posix import PosixStore
+from stillframe.store.protocol import read_all
 
 
 class _Kept(msgspec.Struct, frozen=True):
@@ -32,58 +31,56 @@ class _Kept(msgspec.Struct, frozen=True):
 
 
 def check_free(catalog: Catalog, label: Label) -> None:
-    if os.path.lexists(catalog.root / label.name):
-        raise ExistsError(f"{catalog.root / label.name} exists already: choose another name, or remove it first")
+    if not isinstance(catalog.store, PosixStore):
+        raise ConfigError(f"{catalog.root} is not on a file system: it can have no labels")
+    if catalog.store.head(label.name) is not None:
+        where = catalog.store.where(label.name)
+        raise ExistsError(f"{where} exists already: choose another name, or remove it first")
 
 
 def write(catalog: Catalog, step: int, attempt: str, label: Label, decides: bool) -> None:
-    """This rank's files, durably; raises ``OSError``.  ``decides``: its keeper is the one that will commit."""
-    path = catalog.root / names.label_partial(step, attempt)
-    durable.make_dir(path)
+    """This rank's files, durably.  ``decides``: its keeper is the one that will commit.
+
+    Raises :class:`StorageError`.
+    """
+    store, directory = catalog.store, names.label_partial(step, attempt)
     for name in label.files:
-        durable.write_partial(path / name, label.content)
-    kept = _Kept(label.name, label.is_latest)
+        store.put(f"{directory}/{name}", label.content)
     if decides:
-        durable.write_partial(path / names.LABEL, _mark(step, attempt, kept))
-    durable.sync_dir(path)
-    if decides:
-        mark = catalog.dir(step) / names.LABEL
-        partial = mark.with_name(mark.name + names.PARTIAL)
-        durable.write_partial(partial, msgspec.json.encode(kept))
-        durable.publish(partial, mark)
+        kept = _Kept(label.name, label.is_latest)
+        store.put(f"{directory}/{names.LABEL}", _mark(step, attempt, kept))
+        store.put(catalog.key(step, names.LABEL), msgspec.json.encode(kept))
 
 
 def publish(catalog: Catalog, step: int, attempt: str, label: Label) -> None:
-    """The step is committed: let the label appear; raises ``OSError``.  For the keeper that commits."""
+    """The step is committed: let the label appear.  For the keeper that commits.  Raises :class:`StorageError`."""
     _publish(catalog, step, attempt, _Kept(label.name, label.is_latest))
 
 
 def _publish(catalog: Catalog, step: int, attempt: str, kept: _Kept) -> None:
+    assert isinstance(catalog.store, PosixStore)
     if kept.is_latest:  # first: what a crash prevents from here on, the next run finishes
-        partial = catalog.root / (names.LATEST + names.PARTIAL)
-        durable.write_partial(partial, kept.name.encode())
-        durable.publish(partial, catalog.root / names.LATEST)
-    durable.publish(catalog.root / names.label_partial(step, attempt), catalog.root / kept.name)
+        catalog.store.put(names.LATEST, kept.name.encode())
+    catalog.store.rename(names.label_partial(step, attempt), kept.name)
 
 
 def discard(catalog: Catalog, step: int, attempt: str) -> None:
     """The step will not be committed; best effort."""
-    with contextlib.suppress(OSError):
-        durable.remove(catalog.dir(step) / names.LABEL)
-    with contextlib.suppress(OSError):
-        durable.remove_whole(catalog.root / names.label_partial(step, attempt))
+    with contextlib.suppress(StorageError):
+        catalog.store.delete([catalog.key(step, names.LABEL)])
+    with contextlib.suppress(StorageError):
+        _delete_directory(catalog, names.label_partial(step, attempt))
 
 
 def finish(catalog: Catalog, attempt: str) -> None:
     """What runs before have left, for rank 0 alone in the root: a label of a committed step appears, others go."""
-    for name in os.listdir(catalog.root):
-        found = names.parse_label_partial(name)
-        if found is None or found[1] == attempt:
-            continue
-        step, its_attempt = found
+    entries = list(catalog.store.list())
+    catalog.store.delete([name for name in entries if names.is_unfinished_latest(name)])
+    found = [names.parse_label_partial(name.rstrip("/")) for name in entries]
+    for step, its_attempt in sorted(each for each in found if each is not None and each[1] != attempt):
         kept = _kept(catalog, step)
         if kept is not None and _attempt_of(catalog, step) == its_attempt:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(StorageError):
                 _publish(catalog, step, its_attempt, kept)
         else:
             discard(catalog, step, its_attempt)
@@ -96,14 +93,15 @@ def remove(catalog: Catalog, step: int) -> None:
     """
     kept = _kept(catalog, step)
     if kept is not None:
-        path = catalog.root / kept.name
-        try:
-            mark = durable.read_small(path / names.LABEL, limits.MAX_FAILURE_BYTES)
-        except OSError:
-            return
-        if mark == _mark(step, _attempt_of(catalog, step), kept):
-            with contextlib.suppress(OSError):
-                durable.remove_whole(path)
+        with contextlib.suppress(StorageError):
+            mark = read_all(catalog.store, f"{kept.name}/{names.LABEL}", limits.MAX_FAILURE_BYTES)
+            if mark == _mark(step, _attempt_of(catalog, step), kept):
+                _delete_directory(catalog, kept.name)
+
+
+def _delete_directory(catalog: Catalog, directory: str) -> None:
+    files = [f"{directory}/{name}" for name in catalog.store.list(directory) if not name.endswith("/")]
+    catalog.store.delete([*files, f"{directory}/"])
 
 
 def _mark(step: int, attempt: str, kept: _Kept) -> bytes:
@@ -112,17 +110,16 @@ def _mark(step: int, attempt: str, kept: _Kept) -> bytes:
 
 def _kept(catalog: Catalog, step: int) -> _Kept | None:
     try:
-        data = durable.read_small(catalog.dir(step) / names.LABEL, limits.MAX_FAILURE_BYTES)
+        data = read_all(catalog.store, catalog.key(step, names.LABEL), limits.MAX_FAILURE_BYTES)
         kept = msgspec.json.decode(data, type=_Kept)
         check_label_name(kept.name)
-    except (OSError, msgspec.MsgspecError, ConfigError):
+    except (StorageError, ValueError):  # ValueError: msgspec's own, text that is not UTF-8, a name that is none
         return None
     return kept
 
 
 def _attempt_of(catalog: Catalog, step: int) -> str:
-    path: Path = catalog.manifest_path(step)
     try:
-        return decode_manifest(durable.read_small(path, limits.MAX_MANIFEST_BYTES), file=str(path)).attempt
-    except (OSError, StillframeError):
+        return catalog.manifest(step).attempt
+    except StillframeError:
         return ""

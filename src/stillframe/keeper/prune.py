@@ -7,21 +7,18 @@ and the newest of these stays; one that lacks something stays for a person to lo
 from __future__ import annotations
 
 import contextlib
-import os
 import secrets
 from collections.abc import Iterator
-from pathlib import Path
 
 from stillframe.checkpoint.catalog import Catalog
-from stillframe.checkpoint.lock import RootLock, holder_of, is_held
-from stillframe.errors import BusyError, NotFoundError, StillframeError, StorageError
+from stillframe.checkpoint.lock import RootLock, is_held, owner_of
+from stillframe.errors import BusyError, StillframeError, StorageError
 from stillframe.format import names
 from stillframe.keeper.retention import Pruner, sweep
 from stillframe.retention import Keep
-from stillframe.store import durable
 
 _NOBODY = -1
-"""No rank's number: nothing is kept as a spare."""
+"""No rank's number."""
 
 
 def going(catalog: Catalog, keep: Keep) -> tuple[list[int], list[int]]:
@@ -34,10 +31,8 @@ def going(catalog: Catalog, keep: Keep) -> tuple[list[int], list[int]]:
 
 def _is_whole(catalog: Catalog, step: int) -> bool:
     try:
-        return not catalog.lacks(step)
-    except NotFoundError:
-        return False
-    except StillframeError:  # of a newer format, or not to be read now: not ours to judge
+        return not catalog.lacks(catalog.manifest(step))
+    except StillframeError:  # gone, damaged, of a newer format, or not to be read now: not ours to judge
         return False
 
 
@@ -46,7 +41,7 @@ def prune(catalog: Catalog, keep: Keep) -> None:
 
     Raises: :class:`BusyError` if a run is at work in the root; :class:`StorageError`.
     """
-    with _root_of(catalog), durable.storage_errors(f"pruning {catalog.root}"):
+    with _root_of(catalog):
         pruner = Pruner(catalog, keep, _NOBODY, "", is_alone=True)
         checkpoints, damaged = going(catalog, keep)
         for step in checkpoints:
@@ -60,39 +55,35 @@ def remove_leftovers(catalog: Catalog) -> None:
 
     Raises: :class:`BusyError` if a run is at work in the root; :class:`StorageError`.
     """
-    with _root_of(catalog) as attempt, durable.storage_errors(f"cleaning {catalog.root}"):
+    with _root_of(catalog) as attempt:
         sweep(catalog, attempt, "all")
-        for name in os.listdir(catalog.root):
-            rank = names.parse_spare(name)
-            if rank is not None and catalog.rank in (None, rank):
-                durable.remove(catalog.root / name)
+        spares = [(name, names.parse_spare(name)) for name in catalog.store.list()]
+        catalog.store.delete([name for name, rank in spares if rank is not None and catalog.rank in (None, rank)])
 
 
-def check_free(root: Path) -> None:
+def check_free(catalog: Catalog) -> None:
     """Raises :class:`BusyError` if a run is at work in the root."""
-    for name in sorted(os.listdir(root)):
+    for name in sorted(catalog.store.list()):
         rank = names.parse_lock(name)
-        if rank is not None and is_held(root, rank):
-            holder = holder_of(root, rank)
-            who = f" (process {holder.pid} on {holder.host})" if holder else ""
+        if rank is not None and is_held(catalog.store, rank):
+            owner = owner_of(catalog.store, rank)
+            who = f" (process {owner.pid} on {owner.host})" if owner else ""
             raise BusyError(
-                f"a run is at work in {root}{who}, and removes what its own policy lets go: Checkpointer(…, keep=…). "
-                "Wait until it has ended, and try again"
+                f"a run is at work in {catalog.root}{who}, and removes what its own policy lets go: "
+                "Checkpointer(…, keep=…). Wait until it has ended, and try again"
             )
 
 
 @contextlib.contextmanager
 def _root_of(catalog: Catalog) -> Iterator[str]:
     """Holds the root's lock: no run works here, and one that starts now waits."""
-    root = catalog.root
-    check_free(root)
+    check_free(catalog)
     attempt = secrets.token_hex(4)
-    lock = RootLock(root, catalog.rank or 0, attempt)
-    with durable.storage_errors(f"locking {root}"):
-        lock.acquire()
+    lock = RootLock(catalog.store, catalog.rank or 0, attempt)
+    lock.acquire()
     if not lock.is_supported:
         raise StorageError(
-            f"the file system of {root} has no locks, so nobody can tell whether a run is at work there. "
+            f"the file system of {catalog.root} has no locks, so nobody can tell whether a run is at work there. "
             "Remove directories of old steps by hand, when no run is"
         )
     try:

@@ -1,35 +1,29 @@
 """Deleting: whole checkpoints that the policy lets go, and files that never became one.
 
-Order: the manifest goes first, durably, so a half-deleted checkpoint is no checkpoint.  The newest one stays,
-whatever the policy.  One that somebody is reading (it holds a shared lock) stays until the next time.  Only
-files whose names are stillframe's are ever removed.
+Order: the manifest goes first, durably, so a half-deleted checkpoint is no checkpoint.  The newest one stays, whatever
+the policy.  One that somebody is reading (it holds a shared lock) stays until the next time.  Only files whose names
+are stillframe's are ever removed.
 
-Of several ranks, rank 0 decides and renames the manifest, so that a rank that looks late still sees that there was
+Of several ranks, rank 0 decides and sets the manifest aside, so that a rank that looks late still sees that there was
 one; each removes its own files, so that the work of one does not grow with their number; then rank 0 removes the rest.
-
-A segment that goes is kept as a spare, one for each rank, and written over by the next save.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
-import os
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Literal
 
 from stillframe.checkpoint.catalog import Catalog
-from stillframe.checkpoint.lock import NO_LOCKS, Life, is_held, life_of
-from stillframe.errors import StillframeError
-from stillframe.format import limits, names
+from stillframe.checkpoint.lock import Life, is_held, life_of
+from stillframe.errors import StillframeError, StorageError
+from stillframe.format import names
 from stillframe.format.names import RankFile
-from stillframe.format.records import decode_manifest
 from stillframe.keeper import labels
 from stillframe.retention import Keep
-from stillframe.store import durable
+from stillframe.store.lock import FileLock, NoLocks
+from stillframe.store.protocol import Missing, NotOurs
 
 _OVERDUE_S = 600.0
 """After so long, rank 0 removes what another rank should have removed."""
@@ -50,14 +44,13 @@ class Pruner:
         self._in_flight = in_flight
         self._newest = -1
         self._is_alone = is_alone
-        self._keeps_spare = True
         self._catalog = catalog
         self._keep = keep
         self._rank = rank
         self._attempt = attempt
         self._own: set[int] = set()
         self._left: dict[int, float] = {}
-        """Steps whose manifest is renamed, and when; other ranks' files may be there still."""
+        """Steps whose manifest is set aside, and when; other ranks' files may be there still."""
 
     @property
     def has_work(self) -> bool:
@@ -67,7 +60,7 @@ class Pruner:
         return self._keep != Keep() and bool(self._own - self._keep.keeps(self._own))
 
     def tidy(self) -> None:
-        """Remove what has waited for other ranks; raises ``OSError``."""
+        """Remove what has waited for other ranks.  Raises :class:`StorageError`."""
         if self._decides:
             self._remove_left()
         else:
@@ -83,7 +76,7 @@ class Pruner:
         self._left.pop(step, None)
 
     def committed(self, step: int, complete_step: int | None) -> None:
-        """Raises ``OSError``; what was not deleted is tried again next time.
+        """Raises :class:`StorageError`; what was not deleted is tried again next time.
 
         ``complete_step``: in a root that is not shared, the newest step that all ranks have; nothing after it goes.
         """
@@ -97,20 +90,20 @@ class Pruner:
 
     def _remove_own(self) -> None:
         """This rank's files of steps that the policy lets go and whose manifest rank 0 has removed."""
+        store = self._catalog.store
         for step in sorted(self._own - self._keep.keeps(self._own)):
-            if _is_gone(self._catalog.manifest_path(step)):
+            if store.head(self._catalog.manifest_key(step)) is None:
                 self._own.discard(step)
-                if _is_gone(self._catalog.damaged_path(step)):
+                if store.head(self._catalog.damaged_key(step)) is None:
                     self._remove_own_files(step)
 
     def _remove_left(self) -> None:
         """What is left of checkpoints when every rank has removed its files, or should have long ago."""
         for step, since_s in list(self._left.items()):
-            path = self._catalog.dir(step)
             is_overdue = time.monotonic() - since_s > _OVERDUE_S
-            if is_overdue or not path.exists() or not any(map(names.parse_rank_file, os.listdir(path))):
+            if is_overdue or not any(map(names.parse_rank_file, self._catalog.store.list(names.step_dir(step)))):
                 del self._left[step]
-                _remove_files(path, self._is_removable, durable.remove)
+                _remove_files(self._catalog, step, self._is_removable)
 
     def _prune(self, complete_step: int | None) -> None:
         self._remove_left()
@@ -126,26 +119,8 @@ class Pruner:
 
     def _remove_own_files(self, step: int) -> None:
         """By name: a list of the directory would grow with the number of ranks."""
-        path = self._catalog.dir(step)
-        for name in (names.segment(self._rank, self._attempt), names.seal(self._rank, self._attempt)):
-            self._remove(path / name)
-        durable.remove_dir(path)
-
-    def _remove(self, path: Path) -> None:
-        """A file that no manifest names any more; a segment of ours is kept as a spare if there is none."""
-        file = names.parse_rank_file(path.name)
-        is_segment = file is not None and (file.rank, file.kind, file.is_partial) == (self._rank, "safetensors", False)
-        spare = self._catalog.root / names.spare(self._rank)
-        if is_segment and self._keeps_spare and not os.path.lexists(spare):
-            with contextlib.suppress(FileNotFoundError):
-                durable.move(path, spare)
-        else:
-            durable.remove(path)
-
-    def close(self) -> None:
-        """Nothing will be written any more."""
-        self._keeps_spare = False
-        durable.remove(self._catalog.root / names.spare(self._rank))
+        own = names.segment(self._rank, self._attempt), names.seal(self._rank, self._attempt)
+        self._catalog.store.delete([self._catalog.key(step, name) for name in own])
 
     def _is_removable(self, name: str) -> bool:
         """What goes with a checkpoint: everything of it, or in a root that is not shared what is this rank's."""
@@ -161,44 +136,31 @@ class Pruner:
         return self._is_removable(name) and (file is None or file.attempt != self._attempt)
 
     def remove_damaged(self, step: int) -> None:
-        """What is left of a checkpoint that was found damaged; raises ``OSError``."""
+        """What is left of a checkpoint that was found damaged.  Raises :class:`StorageError`."""
         if not self._catalog.is_committed_otherwise(step):
-            _remove_files(self._catalog.dir(step), self._is_remains, durable.remove)
+            _remove_files(self._catalog, step, self._is_remains)
 
     def remove_checkpoint(self, step: int) -> None:
-        """One that the policy lets go, unless somebody is reading it; raises ``OSError``."""
-        path = self._catalog.dir(step)
-        if path.is_symlink():
-            return
-        with _exclusive(self._catalog.manifest_path(step)) as is_free:
+        """One that the policy lets go, unless somebody is reading it.  Raises :class:`StorageError`."""
+        catalog = self._catalog
+        is_ours = step in self._own and catalog.rank is None and not self._is_alone
+        with _exclusive(catalog, step) as is_free:
             if not is_free:
                 return
-            labels.remove(self._catalog, step)
-            is_ours = step in self._own and self._catalog.rank is None and not self._is_alone
+            labels.remove(catalog, step)
             if is_ours:
-                durable.publish(self._catalog.manifest_path(step), path / names.pruned_manifest())
+                if not catalog.set_aside(step, catalog.key(step, names.pruned_manifest())):
+                    raise StorageError(f"the manifest of step {step} in {catalog.root} could not be set aside")
             else:
-                durable.remove(self._catalog.manifest_path(step))
-                durable.sync_dir(path)
+                catalog.store.delete([catalog.manifest_key(step)])
         self._own.discard(step)
-        if self._catalog.is_committed_otherwise(step):
+        if catalog.is_committed_otherwise(step):
             return
         if is_ours:
             self._left[step] = time.monotonic()
             self._remove_own_files(step)
         else:
-            _remove_files(path, self._is_removable, self._remove)
-
-
-def _is_gone(path: Path) -> bool:
-    """It is certain that it is not there; a file system that cannot tell is no reason to delete anything."""
-    try:
-        path.lstat()
-    except FileNotFoundError:
-        return True
-    except OSError:
-        return False
-    return False
+            _remove_files(catalog, step, self._is_removable)
 
 
 def sweep(catalog: Catalog, attempt: str, own: Literal["all", "partial", "nothing"]) -> bool:
@@ -222,7 +184,7 @@ def sweep(catalog: Catalog, attempt: str, own: Literal["all", "partial", "nothin
             return file.attempt != attempt or own == "all" or (own == "partial" and file.is_partial)
         if catalog.rank is not None or file.attempt == attempt:
             return False
-        if life_of(catalog.root, file.rank, file.attempt) is Life.ALIVE:
+        if life_of(catalog.store, file.rank, file.attempt) is Life.ALIVE:
             living.add(file)
             return False
         return True
@@ -231,13 +193,12 @@ def sweep(catalog: Catalog, attempt: str, own: Literal["all", "partial", "nothin
         return own != "nothing" and names.is_label(name)
 
     for step in catalog.step_dirs():
-        path = catalog.dir(step)
         if catalog.is_committed_otherwise(step):
             continue  # its files belong to a checkpoint that this catalog does not see
         if catalog.is_committed(step):
             _remove_strangers(catalog, step, is_dead)
-        elif not any(_is_verdict(name) for name in os.listdir(path)):
-            _remove_files(path, lambda name: is_dead(name) or is_dead_label(name), durable.remove)
+        elif not any(_is_verdict(name) for name in catalog.store.list(names.step_dir(step))):
+            _remove_files(catalog, step, lambda name: is_dead(name) or is_dead_label(name))
     return bool(living)
 
 
@@ -248,58 +209,50 @@ def _is_verdict(name: str) -> bool:
 
 
 def remove_spares(catalog: Catalog, world_size: int) -> None:
-    """Those of ranks that an earlier, larger run had and this one has not."""
-    for name in os.listdir(catalog.root):
+    """Those of ranks that an earlier, larger run had and this one has not.  Raises :class:`StorageError`."""
+    for name in catalog.store.list():
         rank = names.parse_spare(name)
-        if rank is not None and rank >= world_size and not is_held(catalog.root, rank):
-            durable.remove(catalog.root / name)
+        if rank is not None and rank >= world_size and not is_held(catalog.store, rank):
+            catalog.store.delete([name])
 
 
 @contextlib.contextmanager
-def _exclusive(manifest: Path) -> Iterator[bool]:
+def _exclusive(catalog: Catalog, step: int) -> Iterator[bool]:
     """Holds the manifest's lock, so that nobody begins to read what is going; tells whether it could be had."""
     try:
-        fd = durable.open_file(manifest, os.O_RDWR)  # over NFS, an exclusive lock needs a file open for writing
-    except OSError as error:
-        yield error.errno in (errno.ENOENT, errno.ELOOP, errno.EISDIR)  # then nobody can read it either
+        lock = FileLock(catalog.store, catalog.manifest_key(step))
+    except (Missing, NotOurs, NoLocks):
+        yield True  # then nobody can read it either, or nobody can tell
         return
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        is_free = True
-    except OSError as error:
-        is_free = error.errno in NO_LOCKS
-    try:
+    except StorageError:
+        yield False
+        return
+    with lock:
+        try:
+            is_free = lock.acquire()
+        except NoLocks:
+            is_free = True
+        except StorageError:
+            is_free = False
         yield is_free
-    finally:
-        os.close(fd)
 
 
-def _remove_files(path: Path, is_removable: Callable[[str], bool], remove: Callable[[Path], None]) -> None:
-    """The files of these names; then the directory, if it is empty."""
-    if path.is_symlink():
-        return
-    try:
-        entries = list(os.scandir(path))
-    except FileNotFoundError:
-        return  # another rank has finished it
-    for entry in entries:
-        if is_removable(entry.name) and not entry.is_dir(follow_symlinks=False):
-            remove(Path(entry))
-    durable.remove_dir(path)
+def _remove_files(catalog: Catalog, step: int, is_removable: Callable[[str], bool]) -> None:
+    """The files of these names; then the directory, if it is empty.  Raises :class:`StorageError`."""
+    directory = names.step_dir(step)
+    found = [name for name in catalog.store.list(directory) if not name.endswith("/") and is_removable(name)]
+    catalog.store.delete([*(catalog.key(step, name) for name in found), f"{directory}/"])
 
 
 def _remove_strangers(catalog: Catalog, step: int, is_dead: Callable[[str], bool]) -> None:
-    """Files of other attempts beside a committed one."""
-    path = catalog.dir(step)
-    if path.is_symlink():
-        return
-    manifest_path = catalog.manifest_path(step)
+    """Files of other attempts beside a committed one.  Raises :class:`StorageError`."""
     try:
-        data = durable.read_small(manifest_path, limits.MAX_MANIFEST_BYTES)
-        attempt = decode_manifest(data, file=str(manifest_path)).attempt
-    except (OSError, StillframeError):
+        attempt = catalog.manifest(step).attempt
+    except StillframeError:
         return  # damaged or newer: not ours to judge
-    for name in os.listdir(path):
+    dead = []
+    for name in catalog.store.list(names.step_dir(step)):
         file = names.parse_rank_file(name)
-        if is_dead(name) and (file is None or file.attempt != attempt):
-            durable.remove(path / name)
+        if is_dead(name) and (file is None or file.attempt != attempt or file.is_partial):
+            dead.append(catalog.key(step, name))
+    catalog.store.delete(dead)

@@ -1,4 +1,4 @@
-"""One save on its way to storage: chunks in any order, then finish, seal, commit.
+"""One save on its way to storage: chunks in any order, then seal, commit.
 
 Chunks are hashed and written by a few threads (both release the GIL, so the hash of one chunk
 runs under the write of another).  The first error decides: later chunks are only given back.
@@ -7,12 +7,12 @@ runs under the write of another).  The first error decides: later chunks are onl
 from __future__ import annotations
 
 import contextlib
+import enum
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from pathlib import Path
 
 import msgspec
 
@@ -33,9 +33,22 @@ from stillframe.format.records import (
 from stillframe.keeper import labels
 from stillframe.link.messages import Begin, Chunk
 from stillframe.model import BLOCK_BYTES, CHUNK_BYTES
-from stillframe.store import durable
-from stillframe.store.direct import WriteFile, aligned_buffer
+from stillframe.store.blob import aligned_buffer
+from stillframe.store.protocol import Writer
 from stillframe.units import round_up
+
+
+class State(enum.Enum):
+    """How far a save has come in the keeper.  It only goes forward; ``error`` says whether it will fail."""
+
+    RECEIVING = "staging"
+    """Chunks come in, and are hashed and written."""
+    STAGED = "flushing"
+    """All have come: from here on the keeper can finish alone."""
+    SEALED = "sealed"
+    """This rank's bytes and seal are durable; other ranks are waited for."""
+    SETTLED = "settled"
+    """Committed or failed, and told."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,17 +59,25 @@ class Fingerprint:
     digests: tuple[str, ...]
 
 
-class Flush:
+class SegmentWriter:
     """Thread: chunks from any; :meth:`seal` and :meth:`commit` once, after all of them.
 
-    ``tidying`` is held while directories are made or removed: a step may be saved again that is just being pruned.
+    ``tidying`` is held while the blob is made: a step may be saved again that is just being pruned.
+    ``is_counted``: another rank counts the seal, and commits.
     """
 
     def __init__(
-        self, begin: Begin, header: bytes, draft: SealDraft, catalog: Catalog, tidying: threading.Lock
+        self,
+        begin: Begin,
+        header: bytes,
+        draft: SealDraft,
+        catalog: Catalog,
+        tidying: threading.Lock,
+        is_counted: bool = False,
     ) -> None:
         self.begin = begin
         self.draft = draft
+        self.state = State.RECEIVING
         self.error: Exception | None = None
         self.staged_s: float | None = None
         self.flush_begin_s: float | None = None
@@ -64,34 +85,22 @@ class Flush:
         self.received_bytes = 0
         self.flushed_bytes = 0
         self.pending: list[Future[None]] = []
-        self.is_counted = False
-        """Another rank counts the seal."""
+        self.is_counted = is_counted
         self.is_promised = False
-        """It is committed, or sealed and another rank may commit it: its files must stay."""
-        self.dir = catalog.dir(begin.step)
-        self._catalog = catalog
+        """It may be, or become, part of a checkpoint: its files must stay."""
+        self.catalog = catalog
+        self._store = catalog.store
+        self._segment_key = catalog.key(begin.step, names.segment(draft.rank, draft.attempt))
+        self._seal_key = catalog.key(begin.step, names.seal(draft.rank, draft.attempt))
         self._header = header
         self._digests: list[str | None] = [None] * (-(-begin.data_bytes // CHUNK_BYTES))
         self._lazy: dict[int, str] = {}
-        self._file: WriteFile | None = None
+        self._writer: Writer | None = None
         self._entry: RankEntry | None = None
-        self._has_files = False
         self._opening = threading.Lock()
         self._tidying = tidying
 
-    @property
-    def _segment_path(self) -> Path:
-        return self.dir / names.segment(self.draft.rank, self.draft.attempt)
-
-    @property
-    def _seal_path(self) -> Path:
-        return self.dir / names.seal(self.draft.rank, self.draft.attempt)
-
-    @property
-    def _partial_path(self) -> Path:
-        return self._segment_path.with_name(self._segment_path.name + names.PARTIAL)
-
-    def attempt(self, work: Callable[[], object]) -> None:
+    def guard(self, work: Callable[[], object]) -> None:
         """Do a piece of the work, unless the save has failed already; keep the first error."""
         if self.error is None:
             try:
@@ -99,59 +108,30 @@ class Flush:
             except Exception as error:  # kept, and reported when the save ends
                 self.error = self.error or error
 
-    def open(self) -> WriteFile:
+    def open(self) -> Writer:
         with self._opening:
-            if self._file is None:
-                with durable.storage_errors(f"creating {self._partial_path}"), self._tidying:
-                    if self._catalog.is_committed(self.begin.step):
-                        raise ExistsError(f"step {self.begin.step} is already a checkpoint in {self.dir.parent}")
+            if self._writer is None:
+                with self._tidying:
+                    if self.catalog.is_committed(self.begin.step):
+                        raise ExistsError(f"step {self.begin.step} is already a checkpoint in {self.catalog.root}")
                     if self.begin.label is not None:
-                        labels.check_free(self._catalog, self.begin.label)
-                    file = self._file = self._create()
-                    header = aligned_buffer(len(self._header))
-                    header[: len(self._header)] = self._header
-                    file.write_at(memoryview(header)[: len(self._header)], 0)
-            return self._file
-
-    def _create(self) -> WriteFile:
-        """The segment's file; the coordinator may be sweeping the step's empty directory away just now."""
-        for is_last in (False, False, True):
-            durable.make_dirs(self.dir.parent)
-            durable.make_dir(self.dir)
-            self._has_files = True
-            try:
-                is_reused = self._take_spare()
-                return WriteFile(self._partial_path, len(self._header) + self.begin.data_bytes, is_reused=is_reused)
-            except FileNotFoundError:
-                if is_last:
-                    raise
-        raise AssertionError
-
-    def _take_spare(self) -> bool:
-        """Whether a segment that retention let go lies under our name now, to be written over.
-
-        Every byte of it will be: a segment is sealed only when all its chunks have been written.
-        """
-        try:
-            durable.move(self._catalog.root / names.spare(self.draft.rank), self._partial_path)
-        except OSError:
-            return False
-        if durable.is_nobody_elses(self._partial_path):
-            return True
-        durable.remove(self._partial_path)
-        return False
+                        labels.check_free(self.catalog, self.begin.label)
+                    writer = self._store.writer(self._segment_key, len(self._header) + self.begin.data_bytes)
+                    self._writer = writer
+                header = aligned_buffer(len(self._header))
+                header[: len(self._header)] = self._header
+                writer.write_at(memoryview(header)[: len(self._header)], 0)
+            return self._writer
 
     def write(self, chunk: Chunk, memory: memoryview) -> None:
         """Hash a chunk and write it at its place; ``memory`` is its whole span."""
-        file = self.open()
+        writer = self.open()
         data = memory[: chunk.nbytes]
         self._digests[chunk.index] = digest(data)
         self._fingerprint(chunk.index, data)
         padded = round_up(chunk.nbytes, BLOCK_BYTES)
         memory[chunk.nbytes : padded] = bytes(padded - chunk.nbytes)
-        offset = len(self._header) + chunk.index * CHUNK_BYTES
-        with durable.storage_errors(f"writing {self._partial_path}"):
-            file.write_at(memory[:padded], offset)
+        writer.write_at(memory[:padded], len(self._header) + chunk.index * CHUNK_BYTES)
 
     def count_flushed(self, nbytes: int, begun_s: float) -> None:
         with self._opening:
@@ -181,36 +161,31 @@ class Flush:
 
     def seal(self) -> None:
         """Segment durable, then seal durable.  Blocks; raises."""
-        file = self.open()
+        writer = self.open()
         chunks = [each for each in self._digests if each is not None]
         if len(chunks) != len(self._digests):
-            raise StorageError(f"sealing {self._segment_path}: {len(chunks)} of {len(self._digests)} chunks arrived")
-        with durable.storage_errors(f"sealing {self._segment_path}"):
-            file.finish()
-            durable.publish(self._partial_path, self._segment_path)
-            if self.begin.label is not None:
-                decides = not self.is_counted
-                labels.write(self._catalog, self.begin.step, self.draft.attempt, self.begin.label, decides)
-            segment = Segment(
-                file=self._segment_path.name,
-                bytes=len(self._header) + self.begin.data_bytes,
-                data_start=len(self._header),
-                header=digest(self._header),
-                chunk_bytes=CHUNK_BYTES,
-                chunks=chunks,
-            )
-            data, known_by = encode_seal(self.draft, segment)
-            path = self._seal_path
-            partial = path.with_name(path.name + names.PARTIAL)
-            durable.write_partial(partial, data)
-            self.is_promised = self.is_counted  # from its rename on, whether that is durable or not
-            durable.publish(partial, path)
+            where = self._store.where(self._segment_key)
+            raise StorageError(f"sealing {where}: {len(chunks)} of {len(self._digests)} chunks arrived")
+        writer.finish()
+        if self.begin.label is not None:
+            labels.write(self.catalog, self.begin.step, self.draft.attempt, self.begin.label, not self.is_counted)
+        segment = Segment(
+            file=names.segment(self.draft.rank, self.draft.attempt),
+            bytes=len(self._header) + self.begin.data_bytes,
+            data_start=len(self._header),
+            header=digest(self._header),
+            chunk_bytes=CHUNK_BYTES,
+            chunks=chunks,
+        )
+        data, known_by = encode_seal(self.draft, segment)
+        self.is_promised = self.is_counted  # a put that raises may have happened
+        self._store.put(self._seal_key, data)
         self.sealed_s = time.monotonic()
-        self._entry = RankEntry(self.draft.rank, segment.file, segment.bytes, path.name, known_by)
+        seal_name = names.seal(self.draft.rank, self.draft.attempt)
+        self._entry = RankEntry(self.draft.rank, segment.file, segment.bytes, seal_name, known_by)
 
     def commit(self, ranks: list[RankEntry]) -> None:
         """Publish the manifest: from here on the checkpoint exists.  Blocks; raises."""
-        rank = self._catalog.rank
         now = time.monotonic()
         manifest = Manifest(
             step=self.begin.step,
@@ -221,23 +196,37 @@ class Flush:
             commit_s=now - self.begin.requested_s,
             ranks=ranks,
             seal_s=(self.sealed_s or now) - self.begin.requested_s,
-            rank=rank,
+            rank=self.catalog.rank,
         )
-        partial = self.dir / names.manifest_partial(self.draft.attempt, rank)
-        with durable.storage_errors(f"publishing the manifest of step {self.begin.step}"):
-            durable.write_partial(partial, encode_manifest(manifest))
-            durable.publish_new(partial, self._catalog.manifest_path(self.begin.step))
-        self.is_promised = True
+        key = self.catalog.manifest_key(self.begin.step)
+        self.is_promised = True  # a put that raises may have happened
+        try:
+            is_ours = self._store.put_new(key, encode_manifest(manifest))
+        except StorageError:
+            self._take_back(key)
+            raise
+        if not is_ours:
+            self.is_promised = False
+            raise ExistsError(f"{self._store.where(key)} exists already")
+
+    def _take_back(self, key: str) -> None:
+        """A failure is a failure for everybody; unless it is certain that the manifest is gone, its files stay."""
+        with contextlib.suppress(StorageError):
+            self._store.delete([key])
+            self.is_promised = self._store.head(key) is not None
 
     def publish_label(self) -> None:
         """After the commit, by the keeper that made it.  Blocks; raises."""
         if self.begin.label is not None:
-            with durable.storage_errors(f"step {self.begin.step} is committed, but its label is not published"):
-                labels.publish(self._catalog, self.begin.step, self.draft.attempt, self.begin.label)
+            try:
+                labels.publish(self.catalog, self.begin.step, self.draft.attempt, self.begin.label)
+            except StorageError as error:
+                message = f"step {self.begin.step} is committed, but its label is not published: {error}"
+                raise StorageError(message) from error
 
     def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
+        if self._writer is not None:
+            self._writer.abort()
 
     def discard(self) -> None:
         """Remove the files of this save; best effort, a later sweep gets the rest.
@@ -245,29 +234,20 @@ class Flush:
         Only if it made any: one refused because the step exists must not touch that checkpoint.
         """
         self.close()
-        if self._has_files:
-            for path in (self._segment_path, self._seal_path):
-                for each in (path, path.with_name(path.name + names.PARTIAL)):
-                    with contextlib.suppress(OSError):
-                        durable.remove(each)
-            with contextlib.suppress(OSError):
-                durable.remove(self.dir / names.manifest_partial(self.draft.attempt, self._catalog.rank))
+        with contextlib.suppress(StorageError):
+            if self._writer is not None:
+                self._store.delete([self._segment_key, self._seal_key])
         if self.begin.label is not None:
-            labels.discard(self._catalog, self.begin.step, self.draft.attempt)
-        with contextlib.suppress(OSError):
-            durable.remove_dir(self.dir)
+            labels.discard(self.catalog, self.begin.step, self.draft.attempt)
 
 
-def report_failure(directory: Path, failure: Failure) -> None:
+def report_failure(catalog: Catalog, failure: Failure) -> None:
     """Tell the other ranks, who may be waiting, that this one will not come; best effort, they have a deadline."""
-    path = directory / names.failure(failure.rank, failure.attempt)
-    partial = path.with_name(path.name + names.PARTIAL)
-    with contextlib.suppress(OSError):
-        durable.make_dirs(directory)
-        durable.write_partial(partial, encode_failure(failure))
-        durable.publish(partial, path)
+    key = catalog.key(failure.step, names.failure(failure.rank, failure.attempt))
+    with contextlib.suppress(StorageError):
+        catalog.store.put(key, encode_failure(failure))
 
 
-def read_draft(fd_bytes: bytes, begin: Begin) -> tuple[bytes, SealDraft]:
-    header, draft = fd_bytes[: begin.header_bytes], fd_bytes[begin.header_bytes :]
+def read_draft(data: bytes, begin: Begin) -> tuple[bytes, SealDraft]:
+    header, draft = data[: begin.header_bytes], data[begin.header_bytes :]
     return header, msgspec.json.decode(draft, type=SealDraft)

@@ -17,7 +17,7 @@ from stillframe.errors import TornError
 from stillframe.format.digest import digest
 from stillframe.model import CHUNK_BYTES
 from stillframe.save.plan import Plan
-from stillframe.store.direct import aligned_buffer
+from stillframe.store.blob import aligned_buffer
 
 
 class Audit:

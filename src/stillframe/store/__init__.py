@@ -1,1 +1,28 @@
-"""Names ↔ immutable bytes: the narrow waist.  The only room that touches a file."""
+"""Names ↔ immutable bytes: the narrow waist.  The only room that touches a file.
+
+protocol   the seven verbs, and their contract
+posix      a file system (root: what a path may be, blob: large files, calls: every system call, trouble: errors)
+memory     the whole contract in memory, with faults
+lock       advisory locks, as hints
+files      the user's own files, outside any root
+"""
+
+from __future__ import annotations
+
+import os
+
+from stillframe.store.posix import PosixStore
+from stillframe.store.protocol import Info, Store
+
+
+def open_store(root: str | os.PathLike[str] | Store) -> Store:
+    """The store of a root; one that is open already as it is."""
+    return PosixStore(root) if isinstance(root, str | os.PathLike) else root
+
+
+def infos(store: Store, directory: str) -> dict[str, Info]:
+    """Every name in a directory that has no names below it, and what it is."""
+    if isinstance(store, PosixStore):
+        return store.infos(directory)
+    found = {name: store.head(f"{directory}/{name}") for name in store.list(directory) if not name.endswith("/")}
+    return {name: info for name, info in found.items() if info is not None}

@@ -29,7 +29,7 @@ class PosixStore:
     """``spare``: the name, in the root, of a removed blob that is kept for the next one to be written over it."""
 
     def __init__(self, root: str | os.PathLike[str], *, spare: str = "", calls: Calls = CALLS) -> None:
-        self._calls = calls
+        self.calls = calls
         self._root = Root(os.path.abspath(os.fspath(root)), calls)
         self._spare_name = spare
         self._spare = Spare(self._root, spare)
@@ -38,7 +38,7 @@ class PosixStore:
     def caps(self) -> Capabilities:
         is_local = False
         with contextlib.suppress(OSError), self._root.directory() as fd:
-            is_local = self._calls.is_local(fd)
+            is_local = self.calls.is_local(fd)
         return Capabilities(is_direct=hasattr(os, "O_DIRECT"), lands_late=not is_local, is_on_this_node=is_local)
 
     def where(self, key: str = "") -> str:
@@ -55,7 +55,7 @@ class PosixStore:
     def put(self, key: str, data: Data, durable: bool = True) -> None:
         def work(fd: int, name: str) -> None:
             with self._partial_file(fd, name, data, durable) as partial:
-                self._calls.rename(partial, name, fd, fd)
+                self.calls.rename(partial, name, fd, fd)
             if durable:
                 self._root.sync(fd)
 
@@ -64,6 +64,7 @@ class PosixStore:
     def put_new(self, key: str, data: Data) -> bool:
         def work(fd: int, name: str) -> bool:
             with self._partial_file(fd, name, data, durable=True) as partial:
+                self._root.sync(fd)  # what other clients have put here
                 is_new = self._take_name(fd, partial, name)
             self._root.sync(fd)  # also if it was there: who is told of it relies on it
             return is_new
@@ -84,7 +85,7 @@ class PosixStore:
         with translated(f"looking at {self.where(key)}"):
             try:
                 with self._root.parent(key) as (fd, name):
-                    found = self._calls.stat(name, fd)
+                    found = self.calls.stat(name, fd)
             except FileNotFoundError:
                 return None
         return Info(found.st_size, stat.S_ISREG(found.st_mode))
@@ -93,7 +94,7 @@ class PosixStore:
         with translated(f"listing {self.where(directory)}"):
             try:
                 with self._root.directory(check_key(directory) if directory else ()) as fd:
-                    found = self._calls.entries(fd)
+                    found = self.calls.entries(fd)
             except FileNotFoundError:
                 return iter(())
         return iter([f"{name}/" if is_directory else name for name, is_directory in found])
@@ -101,8 +102,8 @@ class PosixStore:
     def delete(self, keys: Sequence[str]) -> None:
         by_directory: dict[str, list[str]] = {}
         for key in keys:
-            *above, name = check_key(key)
-            by_directory.setdefault("/".join(above), []).append(name)
+            *above, name = check_key(key) if not key.endswith("/") else [*check_key(key[:-1]), ""]
+            by_directory.setdefault("/".join(above), []).extend([name] if name else [])
         first: OSError | None = None
         for directory, names in by_directory.items():
             try:
@@ -124,10 +125,10 @@ class PosixStore:
             try:
                 rest = memoryview(data)
                 while rest:
-                    rest = rest[self._calls.append(file, rest) :]
-                return self._calls.fstat(file).st_size
+                    rest = rest[self.calls.append(file, rest) :]
+                return self.calls.fstat(file).st_size
             finally:
-                self._calls.close(file)
+                self.calls.close(file)
 
         return self._write(key, work, durable=False)
 
@@ -135,15 +136,56 @@ class PosixStore:
         """A file or directory takes another name in the root, in the place of a file or of an empty directory."""
         doing = f"renaming {self.where(source)} to {target}"
         with translated(doing), self._root.parent(source) as (old_fd, old), self._root.parent(target) as (new_fd, new):
-            self._calls.rename(old, new, old_fd, new_fd)
+            self.calls.rename(old, new, old_fd, new_fd)
             if durable:
                 self._root.sync(new_fd)
                 self._root.sync(old_fd)
 
+    def adopt(self, partial: str, key: str) -> bool:
+        """Whether a durable file beside the key has taken it; ``False``: somebody else has it."""
+        with translated(f"writing {self.where(key)}"), self._root.parent(key) as (fd, name):
+            if not self._take_name(fd, partial, name):
+                return False
+            with contextlib.suppress(FileNotFoundError):  # renamed, not linked
+                self.calls.unlink(partial, fd)
+            self._root.sync(fd)
+            return True
+
+    def infos(self, directory: str) -> dict[str, Info]:
+        """Every name in a directory that is not one itself, and what it is; one look for all."""
+        with translated(f"listing {self.where(directory)}"):
+            try:
+                with self._root.directory(check_key(directory)) as fd:
+                    return dict(self._infos(fd))
+            except FileNotFoundError:
+                return {}
+
+    def _infos(self, fd: int) -> Iterator[tuple[str, Info]]:
+        for name, is_directory in self.calls.entries(fd):
+            with contextlib.suppress(FileNotFoundError):
+                if not is_directory:
+                    found = self.calls.stat(name, fd)
+                    yield name, Info(found.st_size, stat.S_ISREG(found.st_mode))
+
+    def open_to_lock(self, key: str, flags: int) -> int:
+        """A descriptor for :mod:`.lock`; with ``O_CREAT`` one that can take a note.  Raises :class:`StorageError`."""
+        if flags & os.O_CREAT:
+            return self._write(key, lambda fd, name: self._root.open_in_place(fd, name, flags), durable=False)
+        with translated(f"opening {self.where(key)}"), self._root.parent(key) as (fd, name):
+            return self._root.open_regular(fd, name, flags)
+
+    def is_same(self, key: str, file: int) -> bool:
+        """Whether a descriptor is of the file that has the key now."""
+        try:
+            with self._root.parent(key) as (fd, name):
+                return os.path.samestat(self.calls.stat(name, fd), self.calls.fstat(file))
+        except OSError:
+            return False
+
     def space(self) -> os.statvfs_result:
         """Of the file system.  Raises :class:`StorageError`."""
         with translated(f"looking at {self.where()}"), self._root.directory() as fd:
-            return self._calls.space(fd)
+            return self.calls.space(fd)
 
     # --- inside ----------------------------------------------------------------------------
 
@@ -168,21 +210,21 @@ class PosixStore:
             try:
                 rest, at = memoryview(data), 0
                 while rest:
-                    count = self._calls.pwrite(file, rest, at)
+                    count = self.calls.pwrite(file, rest, at)
                     rest, at = rest[count:], at + count
                 if durable:
-                    self._calls.fsync(file)
+                    self.calls.fsync(file)
             finally:
-                self._calls.close(file)
+                self.calls.close(file)
             yield partial
         finally:
             with contextlib.suppress(OSError):  # as a rule it has its key by now
-                self._calls.unlink(partial, fd)
+                self.calls.unlink(partial, fd)
 
     def _take_name(self, fd: int, partial: str, name: str) -> bool:
         """Whether the file has the name now; ``False``: the name is taken, perhaps by a try whose reply was lost."""
         try:
-            self._calls.link(partial, name, fd)
+            self.calls.link(partial, name, fd)
             return True
         except FileExistsError:
             return False
@@ -190,7 +232,7 @@ class PosixStore:
             if error.errno not in _NO_LINKS:
                 raise
         try:
-            self._calls.rename_new(partial, name, fd)
+            self.calls.rename_new(partial, name, fd)
             return True
         except FileExistsError:
             return False
@@ -210,7 +252,7 @@ class PosixStore:
             for name in names:
                 try:
                     if not self._spare.keep(fd, name):
-                        self._calls.unlink(name, fd)
+                        self.calls.unlink(name, fd)
                 except FileNotFoundError:
                     continue
                 except OSError as error:
@@ -219,5 +261,5 @@ class PosixStore:
             self._root.sync(fd)
         if directory:
             with contextlib.suppress(OSError), self._root.parent(directory) as (above, name):
-                self._calls.rmdir(name, above)  # unless others have files there
+                self.calls.rmdir(name, above)  # unless others have files there
         return first

@@ -86,7 +86,8 @@ class Store(Protocol):
         """Whether the key holds these bytes now; ``False``: it holds other bytes, that were there before.
 
         Of several clients one wins.  Clients that put *equal* bytes are all told ``True`` (that is how a client whose
-        reply was lost recognises its own): put something of your own into them.
+        reply was lost recognises its own): put something of your own into them.  The key never survives a crash without
+        what its directory held when this was called, whoever had put that: so a manifest can name others' seals.
         """
 
     def writer(self, key: str, size: int) -> Writer:
@@ -102,7 +103,10 @@ class Store(Protocol):
         """The names below a directory (``""``: the root), in any order; of those with names below them, with ``/``."""
 
     def delete(self, keys: Sequence[str]) -> None:
-        """None of them is there; what was gone already is fine.  All of them are tried before it raises."""
+        """None of them is there; what was gone already is fine.  All of them are tried before it raises.
+
+        A directory's name with ``/`` removes what is left of the directory itself, if nothing is below it.
+        """
 
 
 def read_all(store: Store, key: str, limit: int) -> bytes:

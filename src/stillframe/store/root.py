@@ -156,9 +156,11 @@ class Root:
     def open_in_place(self, fd: int, name: str, flags: int) -> int:
         """A descriptor of a file whose content may be changed."""
         file = self.open_regular(fd, name, flags)
-        if not self.is_changeable(self.calls.fstat(file)):
+        found = self.calls.fstat(file)
+        if not self.is_changeable(found):
             self.calls.close(file)
-            raise OSError(errno.ENXIO, "it belongs to another user, or has another name as well", name)
+            why = "it belongs to another user" if found.st_nlink == 1 else "it has another name as well (a hard link)"
+            raise OSError(errno.ENXIO, why, name)
         return file
 
     def is_changeable(self, found: os.stat_result) -> bool:

@@ -1,0 +1,149 @@
+"""The user's own files, outside any root: what is exported, imported, and written by request.
+
+What is written appears under its name whole and durable, or not at all; what is there already is left alone, unless the
+caller says otherwise.  What is read is whatever the user names: here links are followed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+from stillframe.errors import ExistsError
+from stillframe.store.posix import PosixStore
+from stillframe.store.protocol import PARTIAL
+from stillframe.store.trouble import translated
+
+Kind = Literal["file", "directory", "other", "nothing"]
+
+
+def kind_of(path: str | os.PathLike[str]) -> Kind:
+    """What a path leads to.  Raises :class:`StorageError` if that cannot be told."""
+    place = Path(path)
+    with translated(f"looking at {place}"):
+        try:
+            place.stat()
+        except (FileNotFoundError, NotADirectoryError):
+            return "nothing"
+        return "directory" if place.is_dir() else "file" if place.is_file() else "other"
+
+
+def is_taken(path: str | os.PathLike[str]) -> bool:
+    """Whether anything has the name, also a link that leads nowhere."""
+    return os.path.lexists(path)
+
+
+def names_in(path: str | os.PathLike[str]) -> list[str]:
+    with translated(f"listing {path}"):
+        return sorted(os.listdir(path))
+
+
+def size_of(path: Path) -> int:
+    """Of a file, or of the files in a directory."""
+    with translated(f"looking at {path}"):
+        files = path.iterdir() if path.is_dir() else [path]
+        return sum(each.stat().st_size for each in files if each.is_file())
+
+
+def read_file(path: str | os.PathLike[str], limit: int = -1) -> bytes:
+    """All of it, or its first bytes."""
+    with translated(f"reading {path}"), Path(path).open("rb") as file:
+        return file.read(limit)
+
+
+def write_file(path: str | os.PathLike[str], data: bytes, *, is_forced: bool = False) -> None:
+    """A small file.  ``is_forced``: in the place of what is there; else raises :class:`ExistsError`."""
+    directory, name = os.path.split(os.path.abspath(path))
+    store = PosixStore(directory)
+    try:
+        if is_forced:
+            store.put(name, data)
+        elif is_taken(path) or not store.put_new(name, data):
+            raise ExistsError(f"{path} is there already, and is left alone")
+    finally:
+        store.close()
+
+
+@contextlib.contextmanager
+def publishing(to: Path) -> Iterator[Path]:
+    """A name to write a file or a flat directory under; complete and durable, it gets its own, else it is removed."""
+    if is_taken(to):
+        raise ExistsError(f"{to} is there already, and is left alone; choose another name or remove it")
+    with _partial(to) as partial:
+        yield partial
+        _publish(partial, to)
+
+
+@contextlib.contextmanager
+def replacing(to: Path) -> Iterator[Path]:
+    """A name to write a file under; complete and durable, it takes the place of what is there."""
+    with _partial(to) as partial:
+        yield partial
+        _sync(partial)
+        PosixStore(to.parent).rename(partial.name, to.name)
+
+
+@contextlib.contextmanager
+def _partial(to: Path) -> Iterator[Path]:
+    partial = to.with_name(f"{to.name}.{secrets.token_hex(4)}{PARTIAL}")
+    with translated(f"writing {to}"):
+        to.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            yield partial
+        except BaseException:
+            _remove(partial)
+            raise
+
+
+def _publish(partial: Path, to: Path) -> None:
+    for each in [*partial.iterdir(), partial] if partial.is_dir() else [partial]:
+        _sync(each)
+    if partial.is_dir():
+        if is_taken(to):
+            raise ExistsError(f"{to} exists already")
+        partial.rename(to)  # fails if a directory that is not empty has come meanwhile
+        _sync(to.parent)
+    elif not PosixStore(to.parent).adopt(partial.name, to.name):
+        raise ExistsError(f"{to} exists already")
+
+
+def _sync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _remove(partial: Path) -> None:
+    if partial.is_dir() and not partial.is_symlink():
+        for each in partial.iterdir():
+            each.unlink()
+        partial.rmdir()
+    else:
+        partial.unlink(missing_ok=True)
+
+
+def make_directory(path: Path) -> None:
+    path.mkdir()
+
+
+def mapped(path: Path, size: int | None = None) -> mmap.mmap:
+    """A file mapped for writing: a new one of this size, or one that is there.
+
+    Its room is reserved: a full disk is found now, and is not a SIGBUS in the middle of filling the memory.
+    posix_fallocate(3) writes zeros where the file system cannot reserve.
+    """
+    flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT | os.O_EXCL if size is not None else 0)
+    fd = os.open(path, flags, 0o666)
+    try:
+        length = os.fstat(fd).st_size if size is None else size
+        os.posix_fallocate(fd, 0, length)
+        return mmap.mmap(fd, length)
+    finally:
+        os.close(fd)

@@ -220,7 +220,7 @@ def test_watch_sees_a_living_run(tmp_path: Path) -> None:
     deadline = time.monotonic() + 20
     while answer("watch", root)["state"] != "ended":
         assert time.monotonic() < deadline
-    assert "no run is at work here" in stillframe("watch", root)
+    assert "no run is active" in stillframe("watch", root)
 
 
 def test_watch_shows_a_save_that_waits_for_a_rank(tmp_path: Path) -> None:

@@ -1,8 +1,9 @@
-"""Bytes and seconds, as people write and read them."""
+"""Sizes, durations, times and counts, as people write and read them."""
 
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Iterable
 
 from stillframe.errors import ConfigError
@@ -16,7 +17,7 @@ _FACTORS = {
     "k": 10**3, "kb": 10**3, "m": 10**6, "mb": 10**6, "g": 10**9, "gb": 10**9, "t": 10**12, "tb": 10**12,
     "kib": KIB, "mib": MIB, "gib": GIB, "tib": 1 << 40,
 }  # fmt: skip
-_MAX_RUNS = 8
+_MAX_RANGES = 8
 _SIZE = re.compile(r"\s*(\d{1,30}(?:\.\d{1,30})?)\s*([a-z]*)\s*", re.ASCII | re.IGNORECASE)
 
 
@@ -40,6 +41,26 @@ def format_bytes(count: float) -> str:
     return f"{count:.0f} bytes"
 
 
+def format_seconds(seconds: float) -> str:
+    """A duration with two or three digits, in the unit that fits: ``24 ms``, ``3.1 s``, ``12.5 min``."""
+    if seconds < 0.9995:
+        return "0 s" if seconds < 1e-6 else f"{seconds * 1e3:.2g} ms" if seconds < 0.01 else f"{seconds * 1e3:.0f} ms"
+    for unit, factor in (("s", 1), ("min", 60), ("h", 3600)):
+        if seconds < 99.95 * factor:
+            return f"{seconds / factor:.1f} {unit}"
+    return f"{seconds / 86400:.1f} days"
+
+
+def format_time(unix_s: float) -> str:
+    """A wall-clock time in the local time zone: ``2030-01-31 23:59:59``."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(unix_s))
+
+
+def format_count(count: int, noun: str) -> str:
+    """``1 rank``, ``2 ranks``."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 def round_up(count: int, multiple: int) -> int:
     return -(-count // multiple) * multiple
 
@@ -47,13 +68,13 @@ def round_up(count: int, multiple: int) -> int:
 def format_ranks(ranks: Iterable[int]) -> str:
     """``rank 3``, ``ranks 0-2, 5``, ``ranks 1, 3, 5, … and 40 more``."""
     ordered = sorted(ranks)
-    runs: list[tuple[int, int]] = []
+    ranges: list[tuple[int, int]] = []
     for rank in ordered:
-        if runs and runs[-1][1] == rank - 1:
-            runs[-1] = runs[-1][0], rank
+        if ranges and ranges[-1][1] == rank - 1:
+            ranges[-1] = ranges[-1][0], rank
         else:
-            runs.append((rank, rank))
-    texts = [str(first) if first == last else f"{first}-{last}" for first, last in runs[:_MAX_RUNS]]
-    left = sum(last - first + 1 for first, last in runs[_MAX_RUNS:])
+            ranges.append((rank, rank))
+    texts = [str(first) if first == last else f"{first}-{last}" for first, last in ranges[:_MAX_RANGES]]
+    left = sum(last - first + 1 for first, last in ranges[_MAX_RANGES:])
     more = f", … and {left} more" if left else ""
     return f"rank{'s' if len(ordered) != 1 else ''} {', '.join(texts)}{more}"

@@ -55,8 +55,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_run_records_what_happened(run: Path) -> None:
     (history,) = histories(run)
     assert [save.step for save in history.committed] == list(range(1, 9))
-    assert history.run is not None
-    assert (history.run.world_size, history.run.keep_last) == (1, 2)
+    assert history.started is not None
+    assert (history.started.world_size, history.started.keep_last) == (1, 2)
     assert history.end is not None
     assert history.end.is_closed
     assert len(history.updates) == 8
@@ -87,7 +87,7 @@ def test_a_restart_is_another_attempt_and_its_restore_is_recorded(run: Path, tmp
     assert len({each.attempt for each in found}) == 2
     assert [(restore.step, restore.passed_over) for restore in found[-1].restores] == [(7, [8])]
     page = _page(root, tmp_path)
-    assert "found damaged by a restore" in page
+    assert "a restore found it damaged" in page
 
 
 def test_a_failed_save_is_recorded_with_its_cause(run: Path, tmp_path: Path) -> None:
@@ -193,7 +193,7 @@ def test_a_run_without_saves_has_a_report(tmp_path: Path) -> None:
     child = start_child(code, tmp_path / "r")
     _, err = child.communicate(timeout=60)
     assert child.returncode == 0, err
-    assert "Nothing is known" in _page(tmp_path / "r", tmp_path)
+    assert "is not known" in _page(tmp_path / "r", tmp_path)
     stillframe("trace", tmp_path / "r", cwd=tmp_path)
     assert "no checkpoint yet" in stillframe("list", tmp_path / "r")
 
@@ -220,7 +220,7 @@ def test_watch_sees_a_living_run(tmp_path: Path) -> None:
     deadline = time.monotonic() + 20
     while answer("watch", root)["state"] != "ended":
         assert time.monotonic() < deadline
-    assert "no run is at work here" in stillframe("watch", root)
+    assert "no run is active" in stillframe("watch", root)
 
 
 def test_watch_shows_a_save_that_waits_for_a_rank(tmp_path: Path) -> None:
@@ -284,7 +284,7 @@ def test_a_trace_without_events_says_so(single: Path, tmp_path: Path) -> None:
     root = Path(shutil.copytree(single, tmp_path / "gpt"))
     shutil.rmtree(root / DIRECTORY)
     assert "no run has left events" in stillframe("trace", root, code=3, cwd=tmp_path)
-    assert "Nothing is known" in _page(root, tmp_path)
+    assert "is not known" in _page(root, tmp_path)
 
 
 # --- report ----------------------------------------------------------------------------------
@@ -325,13 +325,13 @@ def test_the_report_is_one_whole_page(run: Path, tmp_path: Path) -> None:
     assert checker.fetched == []
     assert "<script" not in page
     assert "http" not in page
-    assert re.search(r"Training waited .* of the time", page)
+    assert re.search(r"Training was blocked .* of the time", page)
     assert "8 checkpoints in" in page
-    assert "kept are the newest 2; 6 of the last run" in page
+    assert "keep the newest 2; 6 of the checkpoints of the last run" in page
 
 
 def test_the_report_of_two_ranks_has_both(sharded: Path, tmp_path: Path) -> None:
-    assert "Ranks, those that waited longest first" in _page(sharded, tmp_path)
+    assert "Ranks, those blocked longest first" in _page(sharded, tmp_path)
 
 
 def test_names_in_the_report_are_text(run: Path, tmp_path: Path) -> None:

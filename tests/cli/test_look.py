@@ -14,7 +14,7 @@ import torch
 
 from stillframe import Checkpointer, load
 from stillframe.checkpoint.catalog import Catalog
-from stillframe.cli.compare import measured
+from stillframe.cli.diff import measured
 from tests.cli.roots import COMMAND, STEPS, answer, environment, flip, segment, stillframe
 from tests.support import assert_same
 
@@ -23,7 +23,7 @@ from tests.support import assert_same
 
 def test_list_shows_every_step_and_marks_the_newest(single: Path) -> None:
     lines = stillframe("list", single).splitlines()
-    assert lines[0].split() == ["step", "state", "when", "size", "ranks", "staged", "after", "sealed", "committed"]
+    assert lines[0].split() == ["step", "state", "when", "size", "ranks", "staged", "sealed", "committed"]
     assert [line.split()[0] for line in lines[1:]] == ["10", "20", "*"]
     assert all("committed" in line for line in lines[1:])
 
@@ -39,9 +39,10 @@ def test_list_says_the_same_in_json(single: Path) -> None:
         assert 0 <= each["stage_s"] <= each["seal_s"] <= each["commit_s"] < 60
 
 
-def test_list_imports_no_torch(single: Path) -> None:
-    code = "import sys; sys.argv[1:] = ['list', sys.argv[1]]\nfrom stillframe.cli import main\nmain()"
-    code = code.replace("main()", "\ntry:\n    main()\nfinally:\n    assert not {'torch', 'numpy'} & set(sys.modules)")
+def test_list_imports_no_torch_and_no_other_command(single: Path) -> None:
+    code = "import sys; sys.argv[1:] = ['list', sys.argv[1]]\nfrom stillframe.cli import main\n"
+    unwanted = {"torch", "numpy", "rich.console", "stillframe.cli.show", "stillframe.checkpoint.stored"}
+    code += f"try:\n    main()\nfinally:\n    assert not {unwanted} & set(sys.modules)"
     subprocess.run([COMMAND[0], "-c", code, str(single)], check=True, env=environment(), capture_output=True)
 
 
@@ -86,9 +87,9 @@ def test_list_shows_a_save_in_progress_and_who_writes(copy: Path) -> None:
         pid = int(child.stdout.readline())
         found = answer("list", copy)
         assert [each["pid"] for each in found["writers"]] == [pid]
-        assert "a run is at work here" in stillframe("list", copy)
+        assert "a run is active here" in stillframe("list", copy)
         stillframe("prune", copy, "--keep-last", 1, code=7)
-        assert "at work" in stillframe("doctor", copy) or "writes here" in stillframe("doctor", copy)
+        assert "a run is active here" in stillframe("doctor", copy)
     finally:
         child.communicate("\n", timeout=60)
     assert answer("list", copy)["latest"] == 50
@@ -99,6 +100,7 @@ def test_list_fits_a_terminal(single: Path, columns: str) -> None:
     lines = stillframe("list", single, COLUMNS=columns).splitlines()
     assert max(map(len, lines)) <= int(columns)
     assert "\x1b" not in "".join(lines)
+    assert "…" not in "".join(lines), "columns are left out, cells are never cut"
 
 
 def test_what_is_no_root_gets_advice(single: Path, tmp_path: Path) -> None:
@@ -219,6 +221,14 @@ def test_statistics_count_what_is_not_finite(tmp_path: Path) -> None:
     assert found["none"]["min"] is None
     assert (found["c"]["min"], found["c"]["max"]) == (1.0, 2.0)
     assert found["b"]["mean"] == 1.0
+
+
+def test_a_narrow_terminal_gets_fewer_columns_and_whole_cells(single: Path) -> None:
+    wide, narrow = (stillframe("show", single, "--stats", COLUMNS=columns) for columns in ("200", "80"))
+    assert "dtype" in wide
+    assert "dtype" not in narrow
+    assert "model/norm.num_batches_tracked" in narrow
+    assert "…" not in wide + narrow
 
 
 def test_a_glob_that_matches_nothing_says_what_there_is(single: Path) -> None:

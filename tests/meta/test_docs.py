@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import stillframe
-from stillframe.cli.app import COMMANDS, command
+from stillframe.cli.app import COMMANDS, load
 from stillframe.cli.document import document
 from tests.support import make_model
 
@@ -101,6 +101,6 @@ def test_the_document_of_the_commands_is_what_they_are() -> None:
     made = document()
     assert (REPOSITORY / "docs/CLI.md").read_text() == made, "make docs writes it"
     for name in COMMANDS:
-        text = inspect.getdoc(command(name)) or ""
+        text = inspect.getdoc(load(name)) or ""
         assert "Example" in text, f"{name} shows no example"
         assert len(text.splitlines()[0]) < 60, f"{name}'s first line is cut in the list of commands"

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stillframe.errors import ConfigError
-from stillframe.units import format_bytes, parse_bytes, round_up
+from stillframe.units import format_bytes, format_count, format_seconds, parse_bytes, round_up
 
 
 @pytest.mark.parametrize(
@@ -87,6 +87,29 @@ def test_a_number_of_bytes_stands_for_itself_also_as_text(count: int) -> None:
 )
 def test_a_size_is_shown_in_the_largest_fitting_unit(count: int, text: str) -> None:
     assert format_bytes(count) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (-1.0, "0 s"),
+        (0.0, "0 s"),
+        (0.00012, "0.12 ms"),
+        (0.0042, "4.2 ms"),
+        (0.35, "350 ms"),
+        (0.9996, "1.0 s"),
+        (99.9, "99.9 s"),
+        (100.0, "1.7 min"),
+        (6000.0, "1.7 h"),
+        (864000.0, "10.0 days"),
+    ],
+)
+def test_a_duration_is_shown_in_a_fitting_unit(seconds: float, text: str) -> None:
+    assert format_seconds(seconds) == text
+
+
+def test_a_count_has_the_plural_of_its_noun() -> None:
+    assert [format_count(count, "rank") for count in (0, 1, 2)] == ["0 ranks", "1 rank", "2 ranks"]
 
 
 @given(st.integers(0, 1 << 60), st.integers(1, 1 << 30))

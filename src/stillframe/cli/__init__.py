@@ -1,14 +1,15 @@
-"""The ``stillframe`` command: see, check, compare and clean checkpoints.  (docs/CLI.md is made from it.)
+"""The ``stillframe`` command: inspect, verify, compare, convert and remove checkpoints.
 
-Each command is a module: its function parses, asks :mod:`stillframe.inspect` or the catalog, and prints a table, or one
-JSON document with ``--json``.  Nothing is decided here.
+Each command is one module, named after it.  Its function ``command`` takes the arguments, asks
+:mod:`stillframe.checkpoint`, :mod:`stillframe.convert` or :mod:`stillframe.observe`, and prints text, or one JSON
+document with ``--json``.  The commands decide nothing themselves.  docs/CLI.md is generated from them.
 """
 
 from __future__ import annotations
 
 
 def main() -> None:
-    """The entry point; imported when used, so that a completion costs little."""
-    from stillframe.cli.app import run
+    """The entry point.  Imports the application only when it is called, so that this package is cheap to import."""
+    from stillframe.cli import app
 
-    run()
+    app.main()

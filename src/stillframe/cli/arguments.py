@@ -7,10 +7,14 @@ from typing import Annotated
 
 import typer
 
-Root = Annotated[Path, typer.Argument(help="The directory that the Checkpointer was made with.", show_default=False)]
-Step = Annotated[int | None, typer.Argument(help="A step; the newest if none is given.", show_default=False)]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of tables.")]
+Root = Annotated[Path, typer.Argument(help="The directory given to Checkpointer().", show_default=False)]
+Step = Annotated[int | None, typer.Argument(help="A step. Default: the newest checkpoint.", show_default=False)]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
 Rank = Annotated[
     int | None,
-    typer.Option("--rank", help="Whose own values are meant, of what each rank keeps for itself.", show_default="0"),
+    typer.Option(
+        "--rank", help="For per-rank values (RNG, plain tensors): which rank's to take.", show_default="the first"
+    ),
 ]
+Out = Annotated[Path | None, typer.Option("--out", "-o", help="The file to write.", show_default=False)]
+Force = Annotated[bool, typer.Option("--force", help="Replace the file if it exists.")]

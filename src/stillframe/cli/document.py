@@ -1,4 +1,4 @@
-"""docs/CLI.md, made from the commands themselves: ``python -m stillframe.cli.document > docs/CLI.md``."""
+"""Generates docs/CLI.md from the commands: ``python -m stillframe.cli.document > docs/CLI.md``."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ from typing import Any
 
 import typer.main
 
-from stillframe.cli.app import COMMANDS, EXIT_CODES, make_app
+from stillframe.cli.app import COMMANDS, make_app
+from stillframe.cli.exit_codes import EXIT_CODES
 
 _HEAD = """# The command line
 
-<!-- Made by `make docs` from the commands; do not edit. -->
+<!-- Generated from the commands by `make docs`; do not edit. -->
 
-`stillframe COMMAND …`, or `python -m stillframe COMMAND …`. Every command works on any root; none changes anything
-without saying what. `--json`, where there is one, prints one document for programs. Errors are one line on standard
-error, and the exit code tells their kind. `stillframe --install-completion` teaches the shell to complete.
+`stillframe COMMAND …`, or `python -m stillframe COMMAND …`. Only `prune` and `import` change a root. With `--json`, a
+command prints one JSON document for programs. An error is one line on standard error, and the exit code tells its
+kind. `stillframe --install-completion` installs completion for the shell.
 """
 
 
@@ -26,28 +27,23 @@ def document() -> str:
 
 
 def _codes() -> str:
-    rows = []
-    for code, meaning, kinds in EXIT_CODES:
-        names = ", ".join(f"`{kind.__name__}`" for kind in kinds)
-        rows.append(f"| {code} | {meaning} | {names} |")
-    return "## Exit codes\n\n| code | means | errors |\n| ---: | --- | --- |\n" + "\n".join(rows) + "\n"
+    rows = [
+        f"| {code} | {meaning} | {', '.join(f'`{kind.__name__}`' for kind in kinds)} |"
+        for code, meaning, kinds in EXIT_CODES
+    ]
+    return "\n".join(["## Exit codes\n", "| code | meaning | errors |", "| ---: | --- | --- |", *rows, ""])
 
 
 def _command(name: str, command: Any) -> str:
-    text, _, example = inspect.cleandoc(command.callback.__doc__).partition("Example")
-    examples = example.partition(":")[2].strip().split("; ")
-    shown = "\n".join(" ".join(each.split()) for each in examples)
+    text, _, examples = inspect.cleandoc(command.callback.__doc__).partition("Example")
+    shown = [f"$ {' '.join(each.split())}" for each in examples.partition(":")[2].split("; ")]
     arguments = [each for each in command.params if each.param_type_name == "argument"]
     options = [each for each in command.params if each.param_type_name == "option" and each.name != "help"]
     usage = " ".join(["stillframe", name, *map(_placeholder, arguments), "[OPTIONS]"])
     rows = [f"| `{_placeholder(each)}` | {each.help} |" for each in arguments]
     rows += [f"| {_option(each)} | {each.help}{_default(each)} |" for each in options]
-    table = "| | |\n| --- | --- |\n" + "\n".join(rows) + "\n"
-    return (
-        f"## {name}\n\n{text.strip()}\n\n```\n{usage}\n```\n\n{table}\n```console\n$ "
-        + shown.replace("\n", "\n$ ")
-        + "\n```\n"
-    )
+    parts = [f"## {name}\n", f"{text.strip()}\n", f"```\n{usage}\n```\n", "| | |", "| --- | --- |", *rows, ""]
+    return "\n".join([*parts, "```console", *shown, "```\n"])
 
 
 def _placeholder(argument: Any) -> str:

@@ -1,11 +1,14 @@
-"""How answers look: tables for people, one JSON document for programs, progress on the terminal's error stream."""
+"""How the commands write: tables for people, one JSON document for programs, a progress bar on standard error, files.
+
+``rich`` is imported only where a terminal needs it: its import takes longer than ``stillframe list`` does.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import os
+import secrets
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -13,58 +16,79 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from stillframe.errors import ExistsError, NotFoundError
+from stillframe.store import durable
+from stillframe.units import format_bytes
+
 if TYPE_CHECKING:
     from rich.console import Console
 
-_WIDE = 100_000
-"""Columns where nobody looks: a pipe or a file gets whole lines."""
+    from stillframe.format.records import Manifest
+
+_UNLIMITED = 100_000
+"""The width of a pipe or a file: nothing is left out there."""
 
 
-@functools.cache
-def console() -> Console:
-    """Of standard output; colours only on a terminal that has them."""
+def console(*, stderr: bool = False) -> Console:
     from rich.console import Console
 
-    width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else _WIDE
-    return Console(width=width, highlight=False, emoji=False, markup=False)
+    return Console(stderr=stderr, highlight=False, emoji=False, markup=False)
 
 
-def say(line: str) -> None:
-    """One line, however long."""
-    console().print(printable(line), soft_wrap=True)
+def say(line: str, style: str = "") -> None:
+    """Print one line, however long; ``style`` is for terminals only."""
+    if style and sys.stdout.isatty():
+        console().print(printable(line), style=style, soft_wrap=True)
+    else:
+        sys.stdout.write(printable(line) + "\n")
 
 
 def printable(text: str) -> str:
-    """A checkpoint's names may hold anything; a terminal must not obey it."""
+    """Escape control characters: a name in a checkpoint must not control the terminal."""
     return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
 
 
-def errors() -> Console:
-    from rich.console import Console
-
-    return Console(stderr=True, highlight=False, emoji=False, markup=False)
+def format_shape(shape: Sequence[int]) -> str:
+    return f"[{', '.join(map(str, shape))}]"
 
 
-def table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[str] = ()) -> None:
-    """Columns that are empty in all rows are left out; a table that is wider than the terminal stays so."""
-    from rich.table import Table
+def table(
+    columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[str] = (), optional: Sequence[str] = ()
+) -> None:
+    """Print a table without the columns that are empty in all rows.
 
-    rows = [[printable(cell) for cell in row] for row in rows]
+    On a narrow terminal the ``optional`` columns are left out, one after the other, until the table fits.  No cell is
+    cut: a table that still does not fit is printed in full.
+    """
+    from rich.cells import cell_len
+
+    if not rows:
+        return
+    lines = [list(columns), *([printable(cell) for cell in row] for row in rows)]
+    sizes = [max(map(cell_len, cells)) for cells in zip(*lines, strict=True)]
     shown = [at for at, _ in enumerate(columns) if any(row[at] for row in rows)]
-    width = sum(max(len(columns[at]), *(len(row[at]) for row in rows)) + 2 for at in shown)
-    made = Table(box=None, pad_edge=False, header_style="bold")
-    for at in shown:
-        is_right = columns[at] in right
-        made.add_column(columns[at], justify="right" if is_right else "left", no_wrap=True)
-    for row in rows:
-        made.add_row(*(row[at] for at in shown))
-    console().print(made, width=max(width, console().width), crop=False, soft_wrap=True)
+    width = console().width if sys.stdout.isatty() or "COLUMNS" in os.environ else _UNLIMITED
+    for at in map(columns.index, optional):
+        if at in shown and sum(sizes[each] + 2 for each in shown) - 2 > width:
+            shown.remove(at)
+    for line in lines:
+        cells = []
+        for at in shown:
+            blank = " " * (sizes[at] - cell_len(line[at]))
+            cells.append(blank + line[at] if columns[at] in right else line[at] + blank)
+        say("  ".join(cells).rstrip(), "bold" if line is lines[0] else "")
 
 
 def print_json(document: object) -> None:
-    """One document, indented; bytes as they are, so that it can be piped."""
+    """Print one indented document, with no terminal codes in it."""
     data = msgspec.json.format(msgspec.json.encode(document, enc_hook=_plain), indent=2)
     sys.stdout.write(data.decode() + "\n")
+
+
+def manifest_json(manifest: Manifest | None) -> dict[str, object]:
+    """What ``list --json`` and ``show --json`` tell of a manifest; all null if there is none."""
+    names = ("world_size", "created_unix_s", "stage_s", "seal_s", "commit_s", "attempt")
+    return {name: getattr(manifest, name, None) for name in names}
 
 
 def _plain(value: Any) -> Any:
@@ -77,19 +101,37 @@ def _plain(value: Any) -> Any:
 
 @contextlib.contextmanager
 def progress(what: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
-    """A bar with rate and time left, on a terminal; nothing elsewhere.  What it gives is told of bytes done."""
+    """Show a progress bar if standard error is a terminal.
+
+    Yields a function to call with the number of bytes that were done since its last call.
+    """
     if not sys.stderr.isatty() or not total_bytes:
         yield lambda _count: None
         return
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
     columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=errors(), transient=True) as bar:
+        TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn(),
+    )  # fmt: skip
+    with Progress(*columns, console=console(stderr=True), transient=True) as bar:
         task = bar.add_task(what, total=total_bytes)
         yield lambda count: bar.advance(task, count)
+
+
+def write_file(to: Path, data: bytes, *, overwrite: bool) -> None:
+    """Write a file that appears under its name whole or not at all, and say so.
+
+    Raises: :class:`ExistsError` if it exists and ``overwrite`` is false.
+    """
+    if not to.parent.is_dir():
+        raise NotFoundError(f"there is no directory {to.parent}")
+    partial = to.with_name(f"{to.name}.{secrets.token_hex(4)}.partial")
+    with durable.storage_errors(f"writing {to}"):
+        try:
+            durable.write_partial(partial, data)
+            (durable.publish if overwrite else durable.publish_new)(partial, to)
+        except ExistsError:
+            raise ExistsError(f"{to} exists already; --force replaces it") from None
+        finally:
+            durable.remove(partial)
+    say(f"wrote {to} ({format_bytes(len(data))})")

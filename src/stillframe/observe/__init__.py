@@ -1,1 +1,1 @@
-"""What a run does and did: events put in order, shown live, as a trace, as a page, as metrics.  Decides nothing."""
+"""Shows what a run does or did: its events in order, live, as a trace, as a page, as metrics.  Decides nothing."""

@@ -1,15 +1,15 @@
-"""Drawings for the report, as SVG text: bars over steps, and a timeline of what ran under what."""
+"""SVG drawings for the report: bars over steps, and a timeline."""
 
 from __future__ import annotations
 
-import html
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from html import escape
 
 _WIDTH, _HEIGHT = 520, 170
 _LEFT, _TOP, _BOTTOM = 84, 14, 26
-_MAX_BARS = 120
+_MAX_BARS, _MAX_LABELS = 120, 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,11 +20,12 @@ class Bar:
 
 
 def bars(title: str, found: Sequence[Bar], text: Callable[[float], str], base: int = 10, note: str = "") -> str:
-    """One bar for each step, the newest on the right; the axis goes from zero to a round number."""
+    """One bar for each step, the newest on the right.  The axis goes from zero to a round number."""
     shown = found[-_MAX_BARS:]
     top = _nice(max((bar.value for bar in shown), default=0.0) or 1.0, base)
     inner_w, inner_h = _WIDTH - _LEFT - 10, _HEIGHT - _TOP - _BOTTOM
     width = inner_w / max(len(shown), 12)
+    labelled = math.ceil(len(shown) / _MAX_LABELS)
     made = []
     for share in (0.0, 0.5, 1.0):
         y = _TOP + inner_h * (1 - share)
@@ -37,32 +38,31 @@ def bars(title: str, found: Sequence[Bar], text: Callable[[float], str], base: i
         made.append(
             f'<rect class="{kind}" x="{x:.1f}" y="{y:.1f}" width="{max(width * 0.8, 0.8):.1f}" '
             f'height="{max(height, 0.5):.1f}">'
-            f"<title>step {_safe(bar.label)}: {_safe(text(bar.value))}</title></rect>"
+            f"<title>step {escape(bar.label)}: {escape(text(bar.value))}</title></rect>"
         )
-    for at in _ticks(len(shown)):
-        x = _LEFT + (at + 0.4) * width
-        made.append(_label("axis", x, _HEIGHT - 8, "middle", shown[at].label))
-    more = f" <small>{_safe(note)}</small>" if note else ""
-    drawing = f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{_safe(title)}">{"".join(made)}</svg>'
-    return f"<figure><figcaption>{_safe(title)}{more}</figcaption>{drawing}</figure>"
+        if (len(shown) - 1 - at) % labelled == 0:
+            made.append(_label("axis", x + 0.4 * width, _HEIGHT - 8, "middle", bar.label))
+    more = f" <small>{escape(note)}</small>" if note else ""
+    drawing = f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape(title)}">{"".join(made)}</svg>'
+    return f"<figure><figcaption>{escape(title)}{more}</figcaption>{drawing}</figure>"
 
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """Something that took time, on a row of the timeline."""
+    """A stretch of time on a row of the timeline."""
 
     row: int
     begin_s: float
     end_s: float
     kind: str
-    """A class of the style sheet."""
+    """Its class in the style sheet."""
     title: str
     label: str = ""
-    """Beside it."""
+    """Shown beside it."""
 
 
 def timeline(rows: Sequence[str], slices: Sequence[Slice], begin_s: float, end_s: float) -> str:
-    """Rows under one another, on one axis of seconds."""
+    """Rows of slices on one axis of seconds."""
     width, left, row_h = 1100, 92, 34
     height = row_h * len(rows) + 34
     scale = (width - left - 10) / max(end_s - begin_s, 1e-9)
@@ -85,7 +85,7 @@ def timeline(rows: Sequence[str], slices: Sequence[Slice], begin_s: float, end_s
         least = 0.5 if each.kind == "blocked" else 1.2
         made.append(
             f'<rect class="{each.kind}" x="{x:.2f}" y="{y + 3}" width="{max((last - first) * scale, least):.2f}" '
-            f'height="{row_h - 8}" rx="2"><title>{_safe(each.title)}</title></rect>'
+            f'height="{row_h - 8}" rx="2"><title>{escape(each.title)}</title></rect>'
         )
         if each.label:
             after = x + 4 + (last - first) * scale
@@ -96,22 +96,12 @@ def timeline(rows: Sequence[str], slices: Sequence[Slice], begin_s: float, end_s
 
 
 def _label(kind: str, x: float, y: float, anchor: str, text: str) -> str:
-    return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{_safe(text)}</text>'
+    return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
 
 
 def _nice(value: float, base: int = 10) -> float:
-    """The next of 1, 2, 5, 10, … at or above; to the base 1024, of 1, 2, 4, 8, …"""
+    """The next of 1, 2, 5, 10, … at or above a value; with base 1024, of 1, 2, 4, 8, …"""
     if base == 1024:
         return float(2 ** math.ceil(math.log2(max(value, 1.0))))
     power = 10.0 ** math.floor(math.log10(value)) if value > 0 else 1.0
     return next((power * each for each in (1, 2, 5) if power * each >= value * 0.999), power * 10)
-
-
-def _ticks(count: int) -> list[int]:
-    if count <= 8:
-        return list(range(count))
-    return [round(at * (count - 1) / 7) for at in range(8)]
-
-
-def _safe(text: str) -> str:
-    return html.escape(text, quote=True)

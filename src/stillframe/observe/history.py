@@ -1,4 +1,4 @@
-"""A run's events put in order, for those who show them."""
+"""The events of a run in order: what each rank did in each attempt."""
 
 from __future__ import annotations
 
@@ -6,31 +6,48 @@ import bisect
 import itertools
 import os
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from stillframe.checkpoint.events import event_files, read_events
 from stillframe.checkpoint.survey import check_root
-from stillframe.format import events
-from stillframe.format.events import End, Progress, Restore, Run, Save, Update
+from stillframe.format.events import End, Event, Progress, Restore, Run, Save, Update, Updates
 
 _UNUSUAL = 20
+"""An iteration that takes this many times the median is no iteration: events between its ends were dropped."""
 _FEW = 5
+"""Fewer iterations than this give no median worth showing."""
 
 
 @dataclass(slots=True)
 class RankHistory:
-    """What one rank did in one attempt; a keeper that was started again goes on in the same one."""
+    """What one rank did in one attempt.  A keeper that was restarted continues the same history."""
 
     rank: int
     attempt: str
-    run: Run | None = None
+    started: Run | None = None
     saves: list[Save] = field(default_factory=list)
     updates: list[Update] = field(default_factory=list)
     restores: list[Restore] = field(default_factory=list)
     progress: Progress | None = None
-    """The last one."""
+    """The newest."""
     end: End | None = None
+
+    def add(self, events: Iterable[Event]) -> None:
+        for event in events:
+            if isinstance(event, Run):
+                self.started = self.started or event
+                self.end = None
+            elif isinstance(event, Save):
+                self.saves.append(event)
+            elif isinstance(event, Updates):
+                self.updates += event.updates
+            elif isinstance(event, Restore):
+                self.restores.append(event)
+            elif isinstance(event, Progress):
+                self.progress = event
+            else:
+                self.end = event
 
     @property
     def committed(self) -> list[Save]:
@@ -42,17 +59,17 @@ class RankHistory:
 
     @property
     def blocked_s(self) -> float:
-        """What training has waited: in ``save()`` and at fences."""
+        """How long training was blocked: in ``save()`` and at fences."""
         return sum(map(save_blocked_s, self.saves)) + sum(update.waited_s for update in self.updates)
 
     @property
     def span_s(self) -> tuple[float, float] | None:
-        """From the first to the last that is known of training itself."""
+        """The times of the first and the last update or ``save()``."""
         times = [update.at_s + update.waited_s for update in self.updates] + [save.requested_s for save in self.saves]
         return (min(times), max(times)) if times else None
 
     def iterations(self) -> list[tuple[float, float]]:
-        """From one update to the next; where updates between two saves were too many to be told of, nothing."""
+        """From one update to the next.  Where updates were too many to be recorded, iterations are missing."""
         spans = [(one.at_s + one.waited_s, after.at_s) for one, after in itertools.pairwise(self.updates)]
         if not spans:
             return []
@@ -61,12 +78,12 @@ class RankHistory:
 
     @property
     def cost(self) -> float | None:
-        """The share of the time that training was blocked; ``None`` if too little is known."""
+        """The share of the time that training was blocked; ``None`` without two events."""
         span = self.span_s
         return self.blocked_s / (span[1] - span[0]) if span and span[1] > span[0] else None
 
     def blocked_by(self) -> dict[int, float]:
-        """Seconds blocked by each step: in its ``save()``, and at the fences until the next one."""
+        """Seconds blocked by each step: in its ``save()``, and at the fences until the next ``save()``."""
         ordered = sorted(self.saves, key=lambda save: save.requested_s)
         found = {save.step: save_blocked_s(save) for save in ordered}
         starts = [save.requested_s for save in ordered]
@@ -78,7 +95,7 @@ class RankHistory:
 
 
 def beside_saves(history: RankHistory) -> float | None:
-    """The median iteration beside a save in flight over that of others; ``None`` if there are too few of either."""
+    """The median iteration during a save, divided by that without one; ``None`` if there are too few of either."""
     flights = [(save.requested_s, save.committed_s or save.at_s) for save in history.saves]
     beside: list[float] = []
     alone: list[float] = []
@@ -95,43 +112,31 @@ def save_blocked_s(save: Save) -> float:
 
 
 def rate(save: Save) -> float | None:
-    """Bytes a second, from the first byte flushed until all were durable."""
+    """Bytes per second, from the first byte flushed until all were durable."""
     if save.flush_begin_s is None or save.sealed_s is None or save.sealed_s <= save.flush_begin_s:
         return None
     return save.bytes / (save.sealed_s - save.flush_begin_s)
 
 
 def histories(root: str | os.PathLike[str]) -> list[RankHistory]:
-    """Of every rank and attempt that has left events here, in the order in which they began."""
-    path = check_root(root)
-    found = [gather(rank, attempt, read_events(files)) for (rank, attempt), files in event_files(path).items()]
-    return sorted(found, key=lambda each: (each.run.at_s if each.run else 0.0, each.rank))
+    """The histories of all ranks and attempts that have events in the root, in the order in which they began."""
+    found = []
+    for (rank, attempt), files in event_files(check_root(root)).items():
+        found.append(RankHistory(rank, attempt))
+        found[-1].add(read_events(files))
+    return in_order(found)
 
 
-def newest(found: list[RankHistory]) -> list[RankHistory]:
-    """The ranks of the last attempt that was a run: one save alone is what an import makes."""
-    ordered = sorted(found, key=lambda each: min(len(each.saves), 2))  # stable: of equals the last began last
-    return [each for each in found if each.attempt == ordered[-1].attempt]
+def in_order(found: Iterable[RankHistory]) -> list[RankHistory]:
+    return sorted(found, key=lambda each: (each.started.at_s if each.started else 0.0, each.rank))
 
 
-def gather(rank: int, attempt: str, told: Iterable[events.Event]) -> RankHistory:
-    history = RankHistory(rank, attempt)
-    add(history, told)
-    return history
+def newest(found: Sequence[RankHistory]) -> list[RankHistory]:
+    """The ranks of the last attempt, of histories in order.
 
-
-def add(history: RankHistory, told: Iterable[events.Event]) -> None:
-    for event in told:
-        if isinstance(event, Run):
-            history.run = history.run or event
-            history.end = None
-        elif isinstance(event, Save):
-            history.saves.append(event)
-        elif isinstance(event, events.Updates):
-            history.updates += event.updates
-        elif isinstance(event, Restore):
-            history.restores.append(event)
-        elif isinstance(event, Progress):
-            history.progress = event
-        else:
-            history.end = event
+    An attempt with two saves or more wins over one with fewer: a single save may be an import.
+    """
+    if not found:
+        return []
+    last = max(reversed(found), key=lambda each: min(len(each.saves), 2))
+    return [each for each in found if each.attempt == last.attempt]

@@ -1,4 +1,4 @@
-"""Prometheus: figures for whatever endpoint the process serves.  Needs ``stillframe[prometheus]``."""
+"""Metrics for Prometheus, on whatever endpoint the process serves.  Needs ``stillframe[prometheus]``."""
 
 from __future__ import annotations
 
@@ -12,11 +12,9 @@ from prometheus_client.registry import Collector
 from stillframe.model import Stats
 from stillframe.observe.metrics import METRICS
 
-_PREFIX = "stillframe"
-
 
 class CheckpointerCollector(Collector):
-    """Asks for the figures when Prometheus does: nothing runs in between."""
+    """Reads the metrics when Prometheus scrapes; nothing happens between two scrapes."""
 
     def __init__(self) -> None:
         self.sources: list[tuple[Callable[[], Stats], dict[str, str]]] = []
@@ -25,7 +23,7 @@ class CheckpointerCollector(Collector):
         sources = [(stats(), labels) for stats, labels in tuple(self.sources)]
         names = list(dict.fromkeys(name for _, labels in sources for name in labels))
         for metric in METRICS:
-            name = "_".join(filter(None, (_PREFIX, metric.name, metric.unit)))
+            name = "_".join(filter(None, ("stillframe", metric.name, metric.unit)))
             kind = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
             family = kind(name, metric.help, labels=names)
             for stats, labels in sources:
@@ -41,9 +39,10 @@ _collectors: weakref.WeakKeyDictionary[CollectorRegistry, CheckpointerCollector]
 def register(
     stats: Callable[[], Stats], labels: dict[str, str] | None = None, registry: CollectorRegistry = REGISTRY
 ) -> Callable[[], None]:
-    """``register(checkpointer.stats, {"rank": "0"})``; several checkpointers need labels that differ.
+    """Export the metrics of a checkpointer: ``register(checkpointer.stats, {"rank": "0"})``.
 
-    What it returns takes the figures away again: call it when the checkpointer is closed.
+    Several checkpointers need different labels.  Returns a function that removes the metrics again: call it when the
+    checkpointer is closed.
     """
     collector = _collectors.get(registry)
     if collector is None:

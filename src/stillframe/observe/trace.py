@@ -1,4 +1,4 @@
-"""A run as a Chrome trace, for Perfetto and chrome://tracing: a process for each rank, a row for each thing it does."""
+"""A run as a Chrome trace, for Perfetto and chrome://tracing: one process for each rank, one row for each activity."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _TRAINING, _STAGING, _FLUSHING, _COMMITTING = 1, 100, 200, 300
 
 
 def trace(found: Sequence[RankHistory]) -> dict[str, object]:
-    """As JSON wants it; times in microseconds from the first event."""
+    """The trace as a document for JSON.  Times are in microseconds since the first event."""
     starts = [each.span_s[0] for each in found if each.span_s]
     origin_s = min(starts, default=0.0)
     made: list[dict[str, object]] = []
@@ -21,7 +21,7 @@ def trace(found: Sequence[RankHistory]) -> dict[str, object]:
 
 
 def _rank(history: RankHistory, pid: int, origin_s: float) -> list[dict[str, object]]:
-    where = f" on {history.run.host}" if history.run else ""
+    where = f" on {history.started.host}" if history.started else ""
     made = [_name("process_name", pid, 0, f"rank {history.rank}{where} ({history.attempt})")]
     made.append(_name("thread_name", pid, _TRAINING, "training"))
 
@@ -57,7 +57,7 @@ def _rank(history: RankHistory, pid: int, origin_s: float) -> list[dict[str, obj
 
 
 def _lanes(spans: Sequence[tuple[float | None, float | None, Save]]) -> list[list[tuple[float, float, Save]]]:
-    """Spans that overlap, on rows of their own."""
+    """Distribute spans over rows so that none overlap."""
     lanes: list[list[tuple[float, float, Save]]] = []
     known = [(begin, end, save) for begin, end, save in spans if begin is not None and end is not None]
     for begin, end, save in sorted(known, key=lambda span: span[:2]):

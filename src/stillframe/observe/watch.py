@@ -1,4 +1,4 @@
-"""A run as it is right now, seen from outside: through the files it writes, from any node that sees them."""
+"""The current state of a run, read from the files in its root by another process, on any node that sees them."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pathlib import Path
 
 from stillframe.checkpoint.events import event_files
 from stillframe.checkpoint.survey import Survey, survey
-from stillframe.format.events import InFlight, decode_lines
-from stillframe.observe import history
-from stillframe.observe.history import RankHistory
+from stillframe.format.events import InFlight, Save, decode_lines
+from stillframe.observe.history import RankHistory, in_order, newest
 
+_PHASES = ("staging", "flushing", "sealed")
 _NEWEST = 8
-"""Steps that are looked at: those in flight are among them."""
+"""How many of the newest steps are surveyed; those in flight are among them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,42 +28,48 @@ class Moving:
     staged_bytes: int
     flushed_bytes: int
     rate: float | None
-    """Bytes a second since the frame before."""
+    """Bytes per second since the previous frame."""
     sealed: int
-    """Ranks that have done their part."""
+    """How many ranks have sealed it."""
     lagging: tuple[int, ...]
+    """The ranks that have not, once another has."""
 
 
 @dataclass(frozen=True, slots=True)
 class Frame:
+    """A run at one moment.  Figures of the last attempt, if no run is active."""
+
     at_s: float
     root: Path
     is_running: bool
     state: str
+    """``training``, ``finishing`` (only keepers are left) or ``ended``."""
     world_size: int
     is_closed: bool
-    """The last run that ended said so itself."""
+    """All ranks ended with ``close()``."""
     alive: int
-    """Ranks whose keeper lives, as far as locks tell."""
+    """Ranks whose keeper is alive, according to the locks."""
     step: int | None
-    """The newest that was asked for."""
+    """The newest step that was passed to ``save()``."""
     moving: tuple[Moving, ...]
     committed: int | None
     committed_age_s: float | None
     saves: int
+    """Committed."""
     failed: int
     blocked_s: float
-    """Of the rank that has waited longest."""
+    """Of the rank that was blocked longest."""
     cost: float | None
+    """The share of the time that it was blocked."""
     arena_bytes: int
     arena_used_bytes: int
     """Of the rank whose arena is fullest."""
     at_risk_s: float | None
-    """Training that would be lost if everything died now: since the last committed ``save()``, or the start."""
+    """Training that would be lost if every process died now: since the last committed ``save()``, or the start."""
 
 
 class Follower:
-    """Reads what has been added since it last looked; changes nothing."""
+    """Follows a run: each look reads what was appended since the one before.  Changes nothing."""
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self._root = root
@@ -77,11 +83,11 @@ class Follower:
         for (rank, attempt), paths in event_files(found.root).items():
             own = self._histories.setdefault((rank, attempt), RankHistory(rank, attempt))
             for path in paths:
-                history.add(own, decode_lines(self._news(path)))
+                own.add(decode_lines(self._news(path)))
         return self._frame(found, time.time())
 
     def _news(self, path: Path) -> bytes:
-        """Whole lines that are new.  A file is known by its first line: it may get another name."""
+        """The whole lines that are new.  A file is identified by its first line, because rotation renames it."""
         try:
             with path.open("rb") as file:
                 first = file.readline()
@@ -96,54 +102,78 @@ class Follower:
         return whole
 
     def _frame(self, found: Survey, now_s: float) -> Frame:
-        ordered = sorted(self._histories.values(), key=lambda each: (each.run.at_s if each.run else 0.0, each.rank))
         holder = next(iter(found.holders.values()), None)
-        last = [each for each in ordered if holder is not None and each.attempt == holder.attempt]
-        if holder is None and ordered:
-            last = history.newest(ordered)
-        world_size = max((each.run.world_size for each in last if each.run), default=0)
-        committed = [save for each in last for save in each.committed]
-        newest = max(committed, key=lambda save: save.committed_s or 0.0, default=None)
-        began = min((each.run.at_s for each in last if each.run), default=None)
-        resumed = max((restore.at_s for each in last for restore in each.restores), default=None)
-        safe_since = newest.requested_s if newest else (resumed or began)
-        moving = self._moving(found, last, world_size, now_s) if found.holders else ()
-        steps = [each.step for each in moving] + [save.step for each in last for save in each.saves]
-        arenas = [(each.progress.arena_used_bytes, each.progress.arena_bytes) for each in last if each.progress]
-        used, size = max(arenas, default=(0, 0))
+        ranks = in_order(self._histories.values())
+        ranks = newest(ranks) if holder is None else [each for each in ranks if each.attempt == holder.attempt]
+        world_size = max((each.started.world_size for each in ranks if each.started), default=0)
+        moving = self._moving(found, ranks, world_size, now_s)
+        steps = [each.step for each in moving] + [save.step for each in ranks for save in each.saves]
+        arenas = [(each.progress.arena_used_bytes, each.progress.arena_bytes) for each in ranks if each.progress]
+        arena_used_bytes, arena_bytes = max(arenas, default=(0, 0))
+        last = _last_commit(ranks)
         is_running = holder is not None and holder.state == "training"
         return Frame(
-            now_s, found.root, is_running, holder.state if holder else "ended", world_size,
-            all(each.end is not None and each.end.is_closed for each in last), len(found.holders),
-            max(steps, default=None), moving, found.latest,
-            now_s - newest.committed_s if newest and newest.committed_s else None,
-            max((len(each.committed) for each in last), default=0), max((len(each.failed) for each in last), default=0),
-            max((each.blocked_s for each in last), default=0.0),
-            max((each.cost for each in last if each.cost is not None), default=None),
-            size, used, max(now_s - safe_since, 0.0) if is_running and safe_since else None,
-        )  # fmt: skip
+            at_s=now_s,
+            root=found.root,
+            is_running=is_running,
+            state=holder.state if holder else "ended",
+            world_size=world_size,
+            is_closed=all(each.end is not None and each.end.is_closed for each in ranks),
+            alive=len(found.holders),
+            step=max(steps, default=None),
+            moving=moving,
+            committed=found.latest,
+            committed_age_s=now_s - last.committed_s if last and last.committed_s else None,
+            saves=max((len(each.committed) for each in ranks), default=0),
+            failed=max((len(each.failed) for each in ranks), default=0),
+            blocked_s=max((each.blocked_s for each in ranks), default=0.0),
+            cost=max((each.cost for each in ranks if each.cost is not None), default=None),
+            arena_bytes=arena_bytes,
+            arena_used_bytes=arena_used_bytes,
+            at_risk_s=_at_risk_s(ranks, last, now_s) if is_running else None,
+        )
 
-    def _moving(self, found: Survey, last: list[RankHistory], world_size: int, now_s: float) -> tuple[Moving, ...]:
-        parts: dict[int, dict[int, InFlight]] = {}
-        for each in last:
-            if each.end is None and each.progress is not None:
-                for save in each.progress.saves:
-                    parts.setdefault(save.step, {})[each.rank] = save
+    def _moving(self, found: Survey, ranks: list[RankHistory], world_size: int, now_s: float) -> tuple[Moving, ...]:
         made = []
-        for step, by_rank in sorted(parts.items()):
-            flushed = sum(save.flushed_bytes for save in by_rank.values())
-            here = next((each.here for each in found.steps if each.step == step), ())
-            lagging = sorted(set(range(world_size)) - set(here)) if here else []
-            phases = [save.phase for save in by_rank.values()]
-            phase = next(name for name in ("staging", "flushing", "sealed") if name in phases)
-            before = self._before.get(step)
-            speed = (flushed - before[1]) / (now_s - before[0]) if before and now_s > before[0] else None
-            self._before[step] = now_s, flushed
+        for step, saves in sorted(_in_flight(ranks).items()) if found.holders else ():
+            sealed_by = next((each.here for each in found.steps if each.step == step), ())
+            flushed_bytes = sum(save.flushed_bytes for save in saves)
+            before_s, before_bytes = self._before.get(step, (now_s, 0))
+            self._before[step] = now_s, flushed_bytes
             made.append(
                 Moving(
-                    step, phase, min(save.requested_s for save in by_rank.values()),
-                    sum(save.total_bytes for save in by_rank.values()),
-                    sum(save.staged_bytes for save in by_rank.values()), flushed, speed, len(here), tuple(lagging),
+                    step=step,
+                    phase=min((save.phase for save in saves), key=_PHASES.index),
+                    requested_s=min(save.requested_s for save in saves),
+                    total_bytes=sum(save.total_bytes for save in saves),
+                    staged_bytes=sum(save.staged_bytes for save in saves),
+                    flushed_bytes=flushed_bytes,
+                    rate=(flushed_bytes - before_bytes) / (now_s - before_s) if now_s > before_s else None,
+                    sealed=len(sealed_by),
+                    lagging=tuple(sorted(set(range(world_size)) - set(sealed_by))) if sealed_by else (),
                 )
-            )  # fmt: skip
+            )
         return tuple(made)
+
+
+def _in_flight(ranks: list[RankHistory]) -> dict[int, list[InFlight]]:
+    """The saves in flight, by step; one for each rank."""
+    found: dict[int, list[InFlight]] = {}
+    for each in ranks:
+        if each.end is None and each.progress is not None:
+            for save in each.progress.saves:
+                found.setdefault(save.step, []).append(save)
+    return found
+
+
+def _last_commit(ranks: list[RankHistory]) -> Save | None:
+    committed = [save for each in ranks for save in each.committed]
+    return max(committed, key=lambda save: save.committed_s or 0.0, default=None)
+
+
+def _at_risk_s(ranks: list[RankHistory], last: Save | None, now_s: float) -> float | None:
+    """The time since the state that a restart would find: the last commit, the last restore, or the start."""
+    starts = [each.started.at_s for each in ranks if each.started]
+    restores = [restore.at_s for each in ranks for restore in each.restores]
+    since_s = last.requested_s if last else max(restores, default=None) or min(starts, default=None)
+    return max(now_s - since_s, 0.0) if since_s else None

@@ -1,4 +1,4 @@
-"""``diff``: what changed between two checkpoints, and by how much."""
+"""``stillframe diff``: what changed between two checkpoints, and by how much."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from stillframe.checkpoint import contents, survey
 from stillframe.checkpoint.catalog import Checkpoint
 from stillframe.checkpoint.compare import Outcome, Pair, compare
 from stillframe.checkpoint.contents import Entry
-from stillframe.checkpoint.stored import Stored
 from stillframe.cli import output
 from stillframe.cli.arguments import Json
+from stillframe.cli.exit_codes import DIFFERENT
+from stillframe.cli.stored import merged, tensors
 from stillframe.errors import ConfigError
-from stillframe.format.tree import ArrayNode, ShardedNode, TensorNode
 
 if TYPE_CHECKING:
     from stillframe.restore.statistics import Difference
 
-_DIFFER = 10
+_MARKS = {"changed": "~", "added": "+", "removed": "-", "equal": "="}
 
 
 class Only(str, Enum):
@@ -39,49 +39,51 @@ class Only(str, Enum):
 @dataclass(frozen=True, slots=True)
 class _Row:
     pair: Pair
-    outcome: Outcome
-    difference: Difference | None = None
+    difference: Difference | None
+
+    @property
+    def outcome(self) -> Outcome:
+        if self.difference is None:
+            return self.pair.outcome
+        return "changed" if self.difference.different else "equal"
 
 
-def diff(
+def command(
     root: Annotated[Path, typer.Argument(help="A root.", show_default=False)],
-    left: Annotated[
-        str, typer.Argument(help="A step of it; or a second root, whose newest is compared.", show_default=False)
-    ],
+    left: Annotated[str, typer.Argument(help="A step of the root; or a second root.", show_default=False)],
     right: Annotated[int | None, typer.Argument(help="Another step of the root.", show_default=False)] = None,
     step: Annotated[
-        int | None, typer.Option(help="Of two roots: this step of both instead of the newest of each.")
+        int | None, typer.Option(help="With two roots: compare this step. Default: the newest of each.")
     ] = None,
-    only: Annotated[Only | None, typer.Option(help="List only these.")] = None,
+    only: Annotated[Only | None, typer.Option(help="List only these entries.")] = None,
     json: Json = False,
 ) -> None:
-    """What changed between two checkpoints.
+    """Show what changed between two checkpoints.
 
-    Two steps of a root, or the newest of two roots: which tensors and by how much, which values, what is new. What
-    has the same checksums is known to be equal without being read. Exit code 10 if anything differs.
+    Compares two steps of a root, or the newest steps of two roots: which tensors changed and by how much, which values
+    changed, what was added or removed. Data with equal checksums is not read. Exit code 10 if anything differs.
 
     Examples: stillframe diff runs/gpt 1000 2000; stillframe diff runs/a runs/b --step 1000
     """
     if right is not None and step is not None:
-        raise ConfigError(f"--step {step} is for two roots; here are two steps of one")
+        raise ConfigError(f"--step {step} is for two roots; two steps of one root were given")
     with _open(root, _step(left) if right is not None else step) as one:
         with _open(root if right is not None else Path(left), right if right is not None else step) as other:
             rows = measured(one, other)
         names = [f"step {one.step}", f"step {other.step}"]
         if right is None:
             names = [f"{each.path.parent} step {each.step}" for each in (one, other)]
-    chosen = [row for row in rows if (only is None and row.outcome != "equal") or (only and row.outcome == only.value)]
-    counts = {
-        outcome: sum(row.outcome == outcome for row in rows) for outcome in ("changed", "added", "removed", "equal")
-    }
+    chosen = [row for row in rows if (row.outcome == only.value if only else row.outcome != "equal")]
+    counts = {outcome: sum(row.outcome == outcome for row in rows) for outcome in _MARKS}
     if json:
         output.print_json({"left": names[0], "right": names[1], **counts, "entries": [_json(row) for row in chosen]})
     else:
         summary = ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
         output.say(f"{names[0]} → {names[1]}: {summary}")
-        _print(chosen)
-    if any(count for outcome, count in counts.items() if outcome != "equal"):
-        sys.exit(_DIFFER)
+        figures = ["differing", "max |Δ|", "|Δ| / |was|"]
+        output.table(["", "path", "was", "is", *figures], [_cells(row) for row in chosen], right=figures)
+    if counts["equal"] < len(rows):
+        sys.exit(DIFFERENT)
 
 
 def _step(text: str) -> int:
@@ -93,64 +95,41 @@ def _step(text: str) -> int:
 
 def _open(root: Path, step: int | None) -> Checkpoint:
     if not root.exists() and str(root).isdecimal():
-        raise ConfigError(f"give two steps to compare with one another, not only {root}")
+        raise ConfigError(f"give a second step to compare step {root} with")
     return survey.open_checkpoint(root, step)
 
 
 def measured(one: Checkpoint, other: Checkpoint) -> list[_Row]:
-    """Everything in both; reads what checksums do not tell."""
+    """Compare all entries of two checkpoints; reads only what their checksums do not decide."""
     pairs = compare(one, other)
-    unread = [pair for pair in pairs if pair.outcome == "unread"]
-    found: dict[int, Difference] = {}
-    if unread:
-        found = _differences(one, other, unread)
-
-    def row(pair: Pair) -> _Row:
-        apart = found.get(id(pair))
-        return _Row(pair, pair.outcome if apart is None else "changed" if apart.different else "equal", apart)
-
-    return [row(pair) for pair in pairs]
+    differences = iter(_differences(one, other, [pair for pair in pairs if pair.outcome == "unread"]))
+    return [_Row(pair, next(differences) if pair.outcome == "unread" else None) for pair in pairs]
 
 
-def _differences(one: Checkpoint, other: Checkpoint, unread: Sequence[Pair]) -> dict[int, Difference]:
-    from stillframe.restore.load import pull
+def _differences(one: Checkpoint, other: Checkpoint, unread: Sequence[Pair]) -> list[Difference]:
+    if not unread:
+        return []
     from stillframe.restore.statistics import difference
 
-    found: dict[int, Difference] = {}
+    found = []
     with output.progress("comparing", sum(pair.bytes for pair in unread)) as advance:
-        left = pull(_all_of(one), [_node(pair.left) for pair in unread])
-        right = pull(_all_of(other), [_node(pair.right) for pair in unread])
-        for pair, a, b in zip(unread, left, right, strict=True):
-            found[id(pair)] = difference(a, b)
+        left = tensors(merged(one), [pair.left for pair in unread if pair.left is not None])
+        right = tensors(merged(other), [pair.right for pair in unread if pair.right is not None])
+        for pair, before, after in zip(unread, left, right, strict=True):
+            found.append(difference(before, after))
             advance(pair.bytes)
     return found
 
 
-def _all_of(checkpoint: Checkpoint) -> Stored:
-    return Stored(checkpoint, checkpoint.ranks[0], is_merged=True)
-
-
-def _node(entry: Entry | None) -> TensorNode | ShardedNode | ArrayNode:
-    assert entry is not None
-    assert isinstance(entry.node, TensorNode | ShardedNode | ArrayNode)
-    return entry.node
-
-
-def _print(chosen: Sequence[_Row]) -> None:
-    if chosen:
-        columns = ["", "path", "was", "is", "differing", "max |Δ|", "|Δ| / |was|"]
-        output.table(columns, [_cells(row) for row in chosen], right=["differing", "max |Δ|", "|Δ| / |was|"])
-
-
 def _cells(row: _Row) -> list[str]:
-    mark = {"changed": "~", "added": "+", "removed": "-", "equal": "="}[row.outcome]
     was, now = _form(row.pair.left), _form(row.pair.right)
+    cells = [_MARKS[row.outcome], row.pair.name, was]
     apart = row.difference
     if apart is None:
-        return [mark, row.pair.name, was, now, "", "", ""]
+        return [*cells, now, "", "", ""]
     share = f"{100 * apart.different / max(apart.items, 1):.3g} %"
     figures = ["" if each is None else f"{each:.3g}" for each in (apart.max_abs, apart.relative)]
-    return [mark, row.pair.name, was, now if now != was else "", share, *figures]
+    return [*cells, now if now != was else "", share, *figures]
 
 
 def _form(entry: Entry | None) -> str:
@@ -158,8 +137,7 @@ def _form(entry: Entry | None) -> str:
         return ""
     if entry.kind == "value":
         return contents.text_of(entry.value, 40)
-    kind = "numpy " if entry.kind == "array" else ""
-    return f"{kind}{entry.dtype}[{', '.join(map(str, entry.shape))}]"
+    return f"{'numpy ' if entry.kind == 'array' else ''}{entry.dtype}{output.format_shape(entry.shape)}"
 
 
 def _json(row: _Row) -> dict[str, object]:

@@ -1,0 +1,35 @@
+"""What ``show``, ``diff`` and ``export`` share: a checkpoint opened with the trees of all its ranks merged."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from stillframe.checkpoint import survey
+from stillframe.checkpoint.catalog import Checkpoint
+from stillframe.checkpoint.contents import Entry
+from stillframe.checkpoint.stored import Stored
+from stillframe.errors import NotFoundError
+from stillframe.format.tree import ArrayNode, ShardedNode, TensorNode
+
+
+@contextlib.contextmanager
+def open_stored(root: Path, step: int | None, rank: int | None) -> Iterator[Stored]:
+    """Open a step (the newest if ``None``); per-rank values are those of ``rank`` (the first if ``None``)."""
+    with survey.open_checkpoint(root, step, rank) as checkpoint:
+        if rank is not None and rank not in checkpoint.ranks:
+            raise NotFoundError(f"step {checkpoint.step} has no rank {rank}; it was saved by {checkpoint.world_size}")
+        yield merged(checkpoint, rank)
+
+
+def merged(checkpoint: Checkpoint, rank: int | None = None) -> Stored:
+    return Stored(checkpoint, checkpoint.ranks[0] if rank is None else rank, is_merged=True)
+
+
+def tensors(stored: Stored, entries: Sequence[Entry]) -> Iterator[Any]:
+    """Read and verify tensors and arrays, in the order of the entries; all are torch tensors."""
+    from stillframe.restore.load import pull
+
+    return pull(stored, [each.node for each in entries if isinstance(each.node, TensorNode | ShardedNode | ArrayNode)])

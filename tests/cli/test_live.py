@@ -14,13 +14,15 @@ import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
-from stillframe.checkpoint.events import DIRECTORY, event_files, read_events
+from stillframe.checkpoint.events import DIRECTORY, event_files, event_key, read_events
 from stillframe.format import events
 from stillframe.keeper import journal
 from stillframe.observe.history import histories
 from stillframe.observe.watch import Follower
+from stillframe.store.posix import PosixStore
 from tests.cli.roots import COMMAND, answer, environment, flip, segment, stillframe
 from tests.ranks.launch import Launch
 from tests.support import start_child
@@ -109,9 +111,9 @@ def test_a_failed_save_is_recorded_with_its_cause(run: Path, tmp_path: Path) -> 
 
 def test_events_that_cannot_be_read_are_passed_over(run: Path, tmp_path: Path) -> None:
     root = Path(shutil.copytree(run, tmp_path / "run"))
-    ((_, (path,)),) = event_files(root).items()
-    with path.open("ab") as file:
-        file.write(b'{"kind":"of tomorrow"}\n\xff\xfe\n{"kind":"save","at_s":')
+    ((_, (key,)),) = event_files(PosixStore(root)).items()
+    with (root / key).open("ab") as file:
+        file.write(b'{"kind":"of tomorrow"}\n' + b"[" * 100_000 + b'\n\xff\xfe\n{"kind":"save","at_s":')
     assert len(histories(root)[0].committed) == 8
     (root / DIRECTORY / "notes.txt").write_text("mine")
     assert len(histories(root)) == 1
@@ -120,7 +122,8 @@ def test_events_that_cannot_be_read_are_passed_over(run: Path, tmp_path: Path) -
 def test_events_do_not_grow_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal, "MAX_BYTES", 5000)
     run = events.Run(0.0, 0, 1, "0123abcd", "here", 1, "0")
-    log = journal.EventLog(tmp_path, 0, "0123abcd", run)
+    store = PosixStore(tmp_path)
+    log = journal.EventLog(store, event_key(0, "0123abcd"), run)
     (tmp_path / "step-000000000001").mkdir()
     follower = Follower(tmp_path)
     for at in range(200):
@@ -131,11 +134,11 @@ def test_events_do_not_grow_without_end(tmp_path: Path, monkeypatch: pytest.Monk
             follower.look()
     log.close()
     assert follower.look().saves == 200, "nothing is counted twice when a file gets another name"
-    ((_, paths),) = event_files(tmp_path).items()
-    assert [path.stat().st_size <= 5000 for path in paths] == [True, True]
-    for path in paths:
-        assert isinstance(next(iter(read_events([path]))), events.Run), "every file tells whose it is"
-    steps = [event.step for event in read_events(paths) if isinstance(event, events.Save)]
+    ((_, keys),) = event_files(store).items()
+    assert [(tmp_path / key).stat().st_size <= 5000 for key in keys] == [True, True]
+    for key in keys:
+        assert isinstance(next(iter(read_events(store, [key]))), events.Run), "every file tells whose it is"
+    steps = [event.step for event in read_events(store, keys) if isinstance(event, events.Save)]
     assert steps == list(range(steps[0], 200))
     assert len(steps) > 20
 
@@ -150,15 +153,14 @@ def test_a_root_that_takes_no_events_takes_checkpoints(tmp_path: Path) -> None:
 
 
 def test_old_attempts_are_forgotten(tmp_path: Path) -> None:
+    store = PosixStore(tmp_path)
     for at in range(6):
         for rank in (0, 1):
-            path = tmp_path / DIRECTORY / f"rank-{rank:05d}-{at:08x}.jsonl"
-            path.parent.mkdir(exist_ok=True)
-            path.touch()
-            os.utime(path, (at, at))
-    journal.forget(tmp_path, 0, 2)
-    assert sorted(event_files(tmp_path)) == [
-        (0, "00000004"), (0, "00000005"), *((1, f"{at:08x}") for at in range(6))
+            run = events.Run(float(at), rank, 2, f"{5 - at:08x}", "here", 1, "0")  # the names tell no order
+            store.append(event_key(rank, run.attempt), msgspec.json.encode(run) + b"\n")
+    journal.forget(store, 0, 2)
+    assert sorted(event_files(store)) == [
+        (0, "00000000"), (0, "00000001"), *((1, f"{at:08x}") for at in range(6))
     ]  # fmt: skip
 
 

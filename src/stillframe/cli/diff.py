@@ -20,6 +20,7 @@ from stillframe.cli.arguments import Json
 from stillframe.cli.exit_codes import DIFFERENT
 from stillframe.cli.stored import merged, tensors
 from stillframe.errors import ConfigError
+from stillframe.store import files
 
 if TYPE_CHECKING:
     from stillframe.restore.statistics import Difference
@@ -94,7 +95,7 @@ def _step(text: str) -> int:
 
 
 def _open(root: Path, step: int | None) -> Checkpoint:
-    if not root.exists() and str(root).isdecimal():
+    if str(root).isdecimal() and files.kind_of(root) == "nothing":
         raise ConfigError(f"give a second step to compare step {root} with")
     return survey.open_checkpoint(root, step)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from enum import Enum
 from pathlib import Path
@@ -16,6 +15,7 @@ from stillframe.cli.arguments import Json, Rank, Root
 from stillframe.cli.stored import open_stored
 from stillframe.convert import choose
 from stillframe.errors import ConfigError, ExistsError
+from stillframe.store import files
 from stillframe.units import format_bytes, format_count, format_seconds, parse_bytes
 
 _TORCH = {".pt", ".pth", ".bin", ".ckpt"}
@@ -101,7 +101,7 @@ def command(
 
 
 def _check_absent(to: Path) -> None:
-    if os.path.lexists(to):
+    if files.is_taken(to):
         raise ExistsError(f"{to} exists already and is not changed; choose another name or remove it")
 
 

@@ -12,6 +12,7 @@ import typer
 from stillframe.checkpoint.catalog import Catalog
 from stillframe.cli import output
 from stillframe.cli.arguments import Json
+from stillframe.store import files
 from stillframe.units import format_bytes, format_seconds
 
 
@@ -41,7 +42,7 @@ def command(
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # if the keeper dies, its broken pipe is an error to report
     from stillframe.convert.importing import import_state
 
-    with output.progress("saving", _size(source)) as advance:
+    with output.progress("saving", files.size_of(source)) as advance:
         size = import_state(source, root, step, under, advance)
     newest = Catalog(root).latest()
     seconds = time.monotonic() - began
@@ -51,8 +52,3 @@ def command(
     output.say(f"committed step {step} in {root}: {format_bytes(size)}, in {format_seconds(seconds)}")
     if newest is not None and newest > step:
         output.say(f"restore() takes step {newest}, which is newer, unless it is asked for step {step}")
-
-
-def _size(source: Path) -> int:
-    files = source.iterdir() if source.is_dir() else [source]
-    return sum(each.stat().st_size for each in files if each.is_file())

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import secrets
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from stillframe.errors import ExistsError, NotFoundError
-from stillframe.store import durable
+from stillframe.store import files
 from stillframe.units import format_bytes
 
 if TYPE_CHECKING:
@@ -123,15 +122,10 @@ def write_file(to: Path, data: bytes, *, overwrite: bool) -> None:
 
     Raises: :class:`ExistsError` if it exists and ``overwrite`` is false.
     """
-    if not to.parent.is_dir():
+    if files.kind_of(to.parent) != "directory":
         raise NotFoundError(f"there is no directory {to.parent}")
-    partial = to.with_name(f"{to.name}.{secrets.token_hex(4)}.partial")
-    with durable.storage_errors(f"writing {to}"):
-        try:
-            durable.write_partial(partial, data)
-            (durable.publish if overwrite else durable.publish_new)(partial, to)
-        except ExistsError:
-            raise ExistsError(f"{to} exists already; --force replaces it") from None
-        finally:
-            durable.remove(partial)
+    try:
+        files.write_file(to, data, is_forced=overwrite)
+    except ExistsError:
+        raise ExistsError(f"{to} exists already; --force replaces it") from None
     say(f"wrote {to} ({format_bytes(len(data))})")

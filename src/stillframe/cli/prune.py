@@ -51,8 +51,8 @@ def command(
             f"the ranks of the run did not share {before.root}, so nothing here tells which steps all of them have. "
             "Let the run itself remove old checkpoints, with Checkpointer(…, keep=…)"
         )
-    removal.check_free(before.root)
     catalogs = [Catalog(before.root), *(Catalog(before.root, rank) for rank in sorted(unshared))]
+    removal.check_free(catalogs[0])
     if dry_run:
         checkpoints, damaged = removal.going(catalogs[0], keep) if keep != Keep() else ([], [])
         gone = {*checkpoints, *damaged, *(each.step for each in before.with_state("incomplete") if leftovers)}
@@ -87,16 +87,9 @@ def _report(before: Survey, left: Sequence[Step], spare_bytes: int, *, is_dry: b
         output.say(f"{verb} {what} ({each.state}, {format_bytes(freed[each.step])})")
     if spare_freed > 0:
         output.say(f"{verb} spare segments ({format_bytes(spare_freed)})")
-    linked = [step for step in stays if _is_link(before, step)]
-    if linked:
-        output.say(f"not removed, because they are symbolic links: {_some(linked)}")
     freeing, keeping = ("would free", "would keep") if is_dry else ("freed", "kept")
     which = f": {_some(stays)}" if stays else ""
     output.say(f"{freeing} {format_bytes(total)}; {keeping} {format_count(len(stays), 'checkpoint')}{which}")
-
-
-def _is_link(found: Survey, step: int) -> bool:
-    return Catalog(found.root).dir(step).is_symlink()
 
 
 def _some(steps: Sequence[int]) -> str:

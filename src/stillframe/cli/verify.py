@@ -70,7 +70,7 @@ def command(
 
 
 def _exists(root: Path, step: int | None) -> bool:
-    return step is not None and Catalog(root).dir(step).exists()
+    return step in Catalog(root).step_dirs()
 
 
 def _verify(root: Path, step: int | None) -> Verdict:

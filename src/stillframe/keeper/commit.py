@@ -36,7 +36,7 @@ from stillframe.format.records import (
 from stillframe.format.segment import OF_TEAM
 from stillframe.format.tree import DictNode, LeafNode, ListNode, Node, ObjectNode, ShardedNode, TupleNode
 from stillframe.keeper.segment import SegmentWriter
-from stillframe.store.protocol import Missing, Store, read_all
+from stillframe.store.protocol import Missing, Store, read_all, read_part
 from stillframe.units import format_ranks
 
 COORDINATOR = 0
@@ -171,9 +171,9 @@ class Coordinator:
 
     def _take(self, rank: int, name: str) -> None:
         store, path = self._terms.store, self._terms.store.where(self._key(name))
-        head = _read_head(store, self._key(name), HEAD_BYTES[0])
+        head = read_part(store, self._key(name), 0, HEAD_BYTES[0])
         if not has_head(head):
-            head = _read_head(store, self._key(name), HEAD_BYTES[1])
+            head = read_part(store, self._key(name), 0, HEAD_BYTES[1])
         seal, known_by = decode_seal_head(head, file=path)
         if (seal.step, seal.rank, seal.attempt) != (self.save.begin.step, rank, self._terms.attempt):
             raise FormatError(f"{path} is the seal of step {seal.step}, rank {seal.rank}")
@@ -280,16 +280,11 @@ class Member:
         for key in self._manifests:
             # The attempt stands in its first bytes; there may be megabytes of ranks behind.
             with contextlib.suppress(Missing):
-                if f'"attempt":"{self._terms.attempt}"'.encode() in _read_head(self._terms.store, key, _HEAD_BYTES):
+                if f'"attempt":"{self._terms.attempt}"'.encode() in read_part(self._terms.store, key, 0, _HEAD_BYTES):
                     return True
                 step, where = self.save.begin.step, self._terms.store.where()
                 raise ExistsError(f"step {step} was committed by another run in {where}")
         return False
-
-
-def _read_head(store: Store, key: str, count: int) -> bytes:
-    buffer = bytearray(count)
-    return bytes(buffer[: store.read(key, 0, memoryview(buffer))])
 
 
 def _failure(store: Store, key: str) -> Exception:

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Literal
 
 from stillframe.checkpoint.survey import Step, Survey, survey
+from stillframe.store import files
+from stillframe.store.posix import PosixStore
 from stillframe.units import format_bytes, format_count, format_ranks
 
 Level = Literal["fine", "note", "problem", "damage"]
@@ -96,7 +98,7 @@ def _writers(found: Survey) -> list[Finding]:
 
 
 def _space(found: Survey) -> list[Finding]:
-    disk = os.statvfs(found.root)
+    disk = PosixStore(found.root).space()
     free = disk.f_bavail * disk.f_frsize
     need = max((each.bytes for each in found.with_state("committed")[-1:]), default=0)
     if not need:
@@ -111,8 +113,8 @@ def _space(found: Survey) -> list[Finding]:
 
 
 def _permissions(root: Path) -> list[Finding]:
-    if os.statvfs(root).f_flag & os.ST_RDONLY:
+    if PosixStore(root).space().f_flag & os.ST_RDONLY:
         return [Finding("note", "the file system is mounted read-only: restore works, save does not")]
-    if not os.access(root, os.W_OK):
+    if not files.is_writable(root):
         return [Finding("note", "the root is not writable for this user: restore works, save does not")]
     return [Finding("fine", "the root is readable and writable")]

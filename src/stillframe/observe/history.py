@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from stillframe.checkpoint.events import event_files, read_events
 from stillframe.checkpoint.survey import check_root
 from stillframe.format.events import End, Event, Progress, Restore, Run, Save, Update, Updates
+from stillframe.store import open_store
 
 _UNUSUAL = 20
 """An iteration that takes this many times the median is no iteration: events between its ends were dropped."""
@@ -120,10 +121,11 @@ def rate(save: Save) -> float | None:
 
 def histories(root: str | os.PathLike[str]) -> list[RankHistory]:
     """The histories of all ranks and attempts that have events in the root, in the order in which they began."""
+    store = open_store(check_root(root))
     found = []
-    for (rank, attempt), files in event_files(check_root(root)).items():
+    for (rank, attempt), keys in event_files(store).items():
         found.append(RankHistory(rank, attempt))
-        found[-1].add(read_events(files))
+        found[-1].add(read_events(store, keys))
     return in_order(found)
 
 

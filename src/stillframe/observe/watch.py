@@ -9,10 +9,15 @@ from pathlib import Path
 
 from stillframe.checkpoint.events import event_files
 from stillframe.checkpoint.survey import Survey, survey
+from stillframe.errors import StorageError
 from stillframe.format.events import InFlight, Save, decode_lines
 from stillframe.observe.history import RankHistory, in_order, newest
+from stillframe.store import open_store
+from stillframe.store.protocol import Store, read_part
 
 _PHASES = ("staging", "flushing", "sealed")
+_LINE_BYTES = 4096
+"""The first line of a file of events, which tells of its keeper, is shorter."""
 _NEWEST = 8
 """How many of the newest steps are surveyed; those in flight are among them."""
 
@@ -80,21 +85,21 @@ class Follower:
     def look(self) -> Frame:
         """Raises :class:`NotFoundError` if it is no root."""
         found = survey(self._root, newest=_NEWEST)
-        for (rank, attempt), paths in event_files(found.root).items():
+        store = open_store(found.root)
+        for (rank, attempt), keys in event_files(store).items():
             own = self._histories.setdefault((rank, attempt), RankHistory(rank, attempt))
-            for path in paths:
-                own.add(decode_lines(self._news(path)))
+            for key in keys:
+                own.add(decode_lines(self._news(store, key)))
         return self._frame(found, time.time())
 
-    def _news(self, path: Path) -> bytes:
+    def _news(self, store: Store, key: str) -> bytes:
         """The whole lines that are new.  A file is identified by its first line, because rotation renames it."""
         try:
-            with path.open("rb") as file:
-                first = file.readline()
-                at = self._read.get(first, 0)
-                file.seek(at)
-                data = file.read()
-        except OSError:
+            first = read_part(store, key, 0, _LINE_BYTES).partition(b"\n")[0]
+            at = self._read.get(first, 0)
+            info = store.head(key)
+            data = read_part(store, key, at, max(info.size - at, 0)) if info is not None else b""
+        except StorageError:
             return b""
         whole = data[: data.rfind(b"\n") + 1]
         if whole:

@@ -38,6 +38,11 @@ def is_taken(path: str | os.PathLike[str]) -> bool:
     return os.path.lexists(path)
 
 
+def is_writable(path: str | os.PathLike[str]) -> bool:
+    """As far as permissions tell."""
+    return os.access(path, os.W_OK)
+
+
 def names_in(path: str | os.PathLike[str]) -> list[str]:
     with translated(f"listing {path}"):
         return sorted(os.listdir(path))

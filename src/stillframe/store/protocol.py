@@ -116,9 +116,13 @@ def read_all(store: Store, key: str, limit: int) -> bytes:
         raise Missing(f"{store.where(key)} is not there")
     if info.size > limit:
         raise NotOurs(f"{store.where(key)} has {info.size} bytes, more than the {limit} allowed")
-    buffer = bytearray(info.size)
-    count = store.read(key, 0, memoryview(buffer))
-    return bytes(memoryview(buffer)[:count])
+    return read_part(store, key, 0, info.size)
+
+
+def read_part(store: Store, key: str, start: int, count: int) -> bytes:
+    """So many bytes from there on, or as many as there are.  Raises :class:`Missing`."""
+    buffer = bytearray(count)
+    return bytes(memoryview(buffer)[: store.read(key, start, memoryview(buffer))])
 
 
 def check_key(key: str) -> list[str]:

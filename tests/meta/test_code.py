@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 import stillframe
 
@@ -25,8 +28,10 @@ LAYERS = [
     {"format", "store"},
     {"model", "retention"},
     {"units"},
-    {"errors"},
+    {"errors", "version"},
 ]
+CLIENTS = {"integrations"}
+"""Parts that use stillframe as its users do, by its public names."""
 TORCH = {"checkpointer", "convert", "save", "restore", "ranks", "state", "integrations", "testing"}
 
 
@@ -53,8 +58,10 @@ def imports() -> list[tuple[str, str, str]]:
 def test_imports_go_downward_only() -> None:
     level = {part: number for number, parts in enumerate(LAYERS) for part in parts}
     for module, part, imported in imports():
-        if imported.startswith("stillframe.") and part_of(imported) not in stillframe.__all__:
-            target = part_of(imported)
+        target = part_of(imported)
+        if imported == "stillframe" or (imported.startswith("stillframe.") and target in stillframe.__all__):
+            assert part in CLIENTS, f"{module} imports the package that it is part of"
+        elif imported.startswith("stillframe."):
             assert part in level, f"{module} is in no layer"
             assert target == part or level[target] > level[part], f"{module} imports {imported}"
 
@@ -104,9 +111,58 @@ def test_nothing_reads_pickle() -> None:
 
 
 def test_the_public_names_are_what_we_think() -> None:
+    assert stillframe.__all__ == [
+        "ELSEWHERE",
+        "RNG",
+        "BusyError",
+        "Catalog",
+        "Checkpoint",
+        "Checkpointer",
+        "ConfigError",
+        "DeadlineError",
+        "ExistsError",
+        "FormatError",
+        "IntegrityError",
+        "KeepEvery",
+        "KeepLast",
+        "KeeperError",
+        "Label",
+        "MismatchError",
+        "NotFoundError",
+        "Part",
+        "PartReader",
+        "Progress",
+        "RestoreReport",
+        "Save",
+        "StateError",
+        "Stats",
+        "StillframeError",
+        "StorageError",
+        "Times",
+        "TornError",
+        "TrainState",
+        "UnsupportedStateError",
+        "VersionError",
+        "load",
+        "register_leaf",
+        "storable",
+    ]
     for name in stillframe.__all__:
         assert getattr(stillframe, name) is not None
-    assert set(dir(stillframe)) == set(stillframe.__all__)
+    assert dir(stillframe) == sorted(stillframe.__all__)
+
+
+def test_a_misspelt_name_is_an_error() -> None:
+    # For mypy too: it reports an ignore that it does not need.
+    with pytest.raises(AttributeError, match="Chekpointer"):
+        _ = stillframe.Chekpointer  # type: ignore[attr-defined]
+    with pytest.raises(AttributeError, match="deepsped"):
+        _ = stillframe.integrations.deepsped  # type: ignore[attr-defined]
+
+
+def test_the_version_is_the_one_of_the_distribution() -> None:
+    project = (SOURCE.parent.parent / "pyproject.toml").read_text()
+    assert re.search(r'^version = "(.*)"$', project, re.MULTILINE)[1] == stillframe.__version__  # type: ignore[index]
 
 
 def test_the_catalog_and_the_keeper_run_without_torch() -> None:

@@ -76,9 +76,9 @@ def make_app(names: Iterable[str] = COMMANDS) -> typer.Typer:
 
 def _version(is_asked: bool) -> None:
     if is_asked:
-        import stillframe
+        from stillframe.version import VERSION
 
-        sys.stdout.write(f"stillframe {stillframe.__version__}\n")
+        sys.stdout.write(f"stillframe {VERSION}\n")
         raise typer.Exit
 
 

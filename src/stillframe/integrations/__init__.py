@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING
 
+if TYPE_CHECKING:
+    from stillframe.integrations import dcp as dcp
+    from stillframe.integrations import deepspeed as deepspeed
+else:
 
-def __getattr__(name: str) -> Any:
-    if name in ("dcp", "deepspeed"):
-        return importlib.import_module(f"stillframe.integrations.{name}")
-    raise AttributeError(f"module 'stillframe.integrations' has no attribute {name!r}")
+    def __getattr__(name: str) -> ModuleType:
+        """Each is imported when first used: it needs the loop that it serves."""
+        if name in ("dcp", "deepspeed"):
+            return importlib.import_module(f"stillframe.integrations.{name}")
+        raise AttributeError(f"module 'stillframe.integrations' has no attribute {name!r}")

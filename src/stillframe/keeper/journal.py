@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-import stillframe
+from stillframe import version
 from stillframe.checkpoint.events import DIRECTORY, MAX_BYTES, event_files
 from stillframe.format import events
 from stillframe.format.events import InFlight
@@ -38,7 +38,7 @@ class Journal:
         self._rank = rank
         self._run = events.Run(
             time.time(), rank, terms.world_size, terms.attempt, socket.gethostname(), os.getpid(),
-            stillframe.__version__, keep.last, keep.every,
+            version.VERSION, keep.last, keep.every,
         )  # fmt: skip
         self._log: EventLog | None = None
         self._flushes = flushes

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import msgspec
 
-import stillframe
+from stillframe import version
 from stillframe.checkpoint.catalog import Catalog
 from stillframe.errors import ConfigError
 from stillframe.ranks.group import Group, Outcome, check_same
@@ -62,7 +62,7 @@ def agree_on_attempt(group: Group, catalog: Catalog, keep: Keep | None) -> str:
     hello = _Hello(
         root=str(catalog.root) if is_shared else "",
         shared=is_shared,
-        version=stillframe.__version__,
+        version=version.VERSION,
         world_size=group.world_size,
         keep=repr(keep),
         deadline_s=group.deadline_s,

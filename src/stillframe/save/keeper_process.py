@@ -24,7 +24,6 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import stillframe
 from stillframe.errors import ConfigError, KeeperError
 from stillframe.link.channel import Channel
 from stillframe.link.messages import FromKeeper, FromTrainer
@@ -102,7 +101,7 @@ class KeeperProcess:
             raise ConfigError(
                 "sys.executable is empty (an embedded interpreter?): set it to a Python that can run the keeper"
             )
-        here = str(Path(stillframe.__file__).resolve().parent.parent)
+        here = str(Path(__file__).resolve().parents[2])
         path = [here, *(os.path.abspath(entry) for entry in sys.path if entry)]
         arguments = json.dumps({"path": path, "sock": sock, "trainer": trainer, **asdict(config)})
         return subprocess.Popen(

@@ -70,11 +70,11 @@ class Journal:
 
     def ended(self, flush: Flush, committed_s: float | None, error: str = "") -> None:
         """A save is committed, or has failed."""
-        begin = flush.begin
+        begin, sent = flush.begin, flush.begin.telemetry
         self._write(
             events.Save(
                 time.time(), begin.step, "failed" if committed_s is None else "committed", begin.data_bytes,
-                begin.requested_s + self._unix_s, self._unix(begin.returned_s), self._unix(begin.stage_begin_s),
+                begin.requested_s + self._unix_s, self._unix(sent.returned_s), self._unix(sent.stage_begin_s),
                 self._unix(flush.staged_s), self._unix(flush.flush_begin_s), self._unix(flush.sealed_s),
                 self._unix(committed_s), error,
             )

@@ -36,8 +36,8 @@ class _Newest(msgspec.Struct, frozen=True):
     step: int
 
 
-def resolve_root(root: str | os.PathLike[str], shared: bool | None, group: Group) -> tuple[str, bool]:
-    """The directory of this rank, and whether all ranks see the same one."""
+def resolve_root(root: str | os.PathLike[str], shared: bool | None, group: Group) -> Catalog:
+    """The root of this rank; ``rank`` in it is None if all ranks see the same one.  Raises :class:`ConfigError`."""
     if shared is not None and not isinstance(shared, bool):
         raise ConfigError(f"shared={shared!r}: give True, False or None")
     text = os.fspath(root)
@@ -50,10 +50,14 @@ def resolve_root(root: str | os.PathLike[str], shared: bool | None, group: Group
         text = text.replace(NODE, os.environ.get("STILLFRAME_NODE") or socket.gethostname())
     if re.search(r"\{\w*\}", text):
         raise ConfigError(f"root={text!r}: {NODE} is the only thing in braces that is replaced")
-    return text, shared is not False or group.world_size == 1
+    is_shared = shared is not False or group.world_size == 1
+    catalog = Catalog(text, None if is_shared else group.rank)
+    if catalog.root.exists() and not catalog.root.is_dir():
+        raise ConfigError(f"root={str(catalog.root)!r} is a file; give a directory")
+    return catalog
 
 
-def agree_on_attempt(group: Group, catalog: Catalog, keep: Keep | None) -> str:
+def agree_on_attempt(group: Group, catalog: Catalog, keep: Keep) -> str:
     """The id of this attempt, the same on every rank.  Blocks until all ranks are here.
 
     Raises: :class:`ConfigError` naming the ranks that differ; :class:`DeadlineError` naming those that did not come.

@@ -73,15 +73,16 @@ def test_only_the_parts_that_need_torch_import_it() -> None:
 
 
 def test_integrations_use_public_names_only() -> None:
-    public = {"stillframe.errors", "stillframe.convert.objects"} | {f"stillframe.{name}" for name in stillframe.__all__}
+    public = {"stillframe.errors"} | {f"stillframe.{name}" for name in stillframe.__all__}
     for module, part, imported in imports():
+        writes_files = module == "stillframe.integrations.deepspeed.files"
         if part == "integrations" and imported.startswith("stillframe.") and part_of(imported) != part:
-            assert imported in public, f"{module} imports {imported}"
+            assert imported in public or writes_files, f"{module} imports {imported}"
         if part == "integrations":
             assert imported.split(".")[0] not in {"socket", "mmap", "concurrent.futures.thread"}, module
-    for path in (SOURCE / "integrations").glob("*.py"):
+    for path in (SOURCE / "integrations").rglob("*.py"):
         for call in ("Thread(", "open(", "os.write", "os.pread"):
-            assert call not in path.read_text().replace("open_run(", ""), f"{path.name} calls {call}"
+            assert call not in path.read_text().replace("open_root(", ""), f"{path.name} calls {call}"
 
 
 def test_only_the_durable_module_renames_and_deletes() -> None:
@@ -96,7 +97,7 @@ def test_nothing_reads_pickle() -> None:
     for module, part, imported in imports():
         is_error_only = (part, imported) == ("convert", "pickle")  # what torch raises when it refuses to unpickle
         # What DeepSpeed's users may ask for, and a note to those who open a file of ours with torch.load.
-        in_dicts = module in ("stillframe.integrations.pickled", "stillframe.integrations.pointers")
+        in_dicts = module in ("stillframe.integrations.deepspeed.pickled", "stillframe.integrations.deepspeed.pointers")
         is_allowed = is_error_only or in_dicts
         assert is_allowed or imported.split(".")[0] not in {"pickle", "cloudpickle", "dill", "marshal", "shelve"}, (
             module

@@ -1,4 +1,8 @@
-"""stillframe inside other loops: their interfaces above, stillframe's public names below; no I/O, no threads."""
+"""stillframe inside other loops, a folder each: their interfaces above, stillframe's public names below.
+
+They start no threads, and leave all checkpoint bytes to stillframe.  Files of their own there are only for DeepSpeed:
+``deepspeed/files.py`` writes its plain files, ``deepspeed`` reads the small ones that name a tag.
+"""
 
 from __future__ import annotations
 

@@ -21,8 +21,8 @@ _Path = tuple[Any, ...]
 _OWNERS = (torch.nn.Module, torch.optim.Optimizer)
 
 
-class Still:
-    """Makes states stand still, one after another.
+class LiveState:
+    """Makes states that stand still until the next update, one after another.
 
     Copies are kept and written over by the next state's, so that it lies in the same memory: call :meth:`state` only
     when the state before has been copied away.
@@ -30,22 +30,22 @@ class Still:
 
     def __init__(self) -> None:
         self._owners: list[weakref.ref[Any]] = []
-        self._strange: set[_Path] | None = None
-        """Where no owner was found when all objects were last searched."""
+        self._unowned: set[_Path] | None = None
+        """Paths of tensors whose owner was not found when all objects were last searched."""
         self._copies: dict[_Path, torch.Tensor] = {}
 
-    def state(self, state: Any, leaf: Callable[[_Path, Any], Any] | None = None) -> Any:
+    def state(self, state: Any, encode: Callable[[_Path, Any], Any] | None = None) -> Any:
         """The same nesting of dicts, lists and tuples, with everything in it safe until the next update.
 
-        ``leaf`` gives what stands for anything else than these and tensors, by its path.
+        ``encode`` is given every other value with its path, and returns what is to be stored for it; by default a copy.
         """
         tensors = dict(_tensors(state, ()))
-        strange = self._without_owner(tensors)
-        if self._strange is None or not strange <= self._strange:
+        unowned = self._without_owner(tensors)
+        if self._unowned is None or not unowned <= self._unowned:
             self._owners = [weakref.ref(each) for each in _living(_OWNERS)]
-            strange = self._strange = self._without_owner(tensors)
-        self._copies = self._copied({path: tensors[path] for path in tensors if path in strange})
-        return _rebuilt(state, (), self._copies, leaf or _deep_copy)
+            unowned = self._unowned = self._without_owner(tensors)
+        self._copies = self._copied({path: tensors[path] for path in tensors if path in unowned})
+        return _rebuilt(state, (), self._copies, encode or _deep_copy)
 
     def _copied(self, tensors: dict[_Path, torch.Tensor]) -> dict[_Path, torch.Tensor]:
         """Each into the copy at its path if that fits and is not taken; what is tied is copied once."""
@@ -165,13 +165,13 @@ def _tensors(node: Any, path: _Path) -> Iterator[tuple[_Path, torch.Tensor]]:
             yield from _tensors(item, (*path, key))
 
 
-def _rebuilt(node: Any, path: _Path, copies: dict[_Path, torch.Tensor], leaf: Callable[[_Path, Any], Any]) -> Any:
+def _rebuilt(node: Any, path: _Path, copies: dict[_Path, torch.Tensor], encode: Callable[[_Path, Any], Any]) -> Any:
     if isinstance(node, torch.Tensor):
         return copies.get(path, node)
     if _is_container(node):
-        items = [(key, _rebuilt(item, (*path, key), copies, leaf)) for key, item in _items(node)]
+        items = [(key, _rebuilt(item, (*path, key), copies, encode)) for key, item in _items(node)]
         return type(node)(items) if isinstance(node, dict) else type(node)(item for _, item in items)
-    return leaf(path, node)
+    return encode(path, node)
 
 
 def _items(node: Any) -> Iterable[tuple[Any, Any]]:

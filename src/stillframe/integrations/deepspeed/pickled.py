@@ -1,6 +1,6 @@
-"""Python objects in other people's dicts: those that come back exactly, and those that only pickle can hold.
+"""Python objects in DeepSpeed's dicts: those that come back exactly, and those that only pickle can hold.
 
-The latter are marked records, bytes in a tensor of their own, and nothing here reads them unless it is told to.
+The latter are stored as marked records, bytes in a tensor of their own.  They are unpickled only with ``allow_pickle``.
 """
 
 from __future__ import annotations
@@ -63,6 +63,16 @@ def from_leaves(node: Any, device: torch.device, allow_pickle: bool, how: str, p
 def register_attributes(kind: type, name: str) -> None:
     """Store instances of a class as their attributes."""
     register_leaf(kind, name, lambda value: dict(vars(value)), functools.partial(_with, kind))
+
+
+def register_deepspeed_types() -> None:
+    """The classes whose instances DeepSpeed itself puts into its dicts."""
+    from deepspeed.checkpoint.universal_checkpoint import SubparamShape
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    for kind in (LossScaler, DynamicLossScaler, fragment_address, SubparamShape):
+        register_attributes(kind, f"deepspeed.{kind.__name__}")
 
 
 def _with(kind: Any, attributes: Mapping[str, Any]) -> Any:

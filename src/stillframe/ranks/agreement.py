@@ -13,7 +13,7 @@ import msgspec
 from stillframe import version
 from stillframe.checkpoint.catalog import Catalog
 from stillframe.errors import ConfigError
-from stillframe.ranks.group import Group, Outcome, check_same
+from stillframe.ranks.group import Answer, Group, check_same
 from stillframe.retention import Keep
 
 NODE = "{node}"
@@ -72,8 +72,8 @@ def agree_on_attempt(group: Group, catalog: Catalog, keep: Keep) -> str:
         deadline_s=group.deadline_s,
     )
 
-    def judge(outcomes: list[Outcome]) -> _Attempt:
-        hellos = [msgspec.convert(each.value, _Hello, from_attributes=True) for each in outcomes]
+    def judge(answers: list[Answer]) -> _Attempt:
+        hellos = [msgspec.convert(each.value, _Hello, from_attributes=True) for each in answers]
         for name in _Hello.__struct_fields__:
             check_same(name, [getattr(each, name) for each in hellos])
         return _Attempt(secrets.token_hex(4))
@@ -88,10 +88,10 @@ def agree_on_next(group: Group, catalog: Catalog, settle: Callable[[], None]) ->
         settle()
         return max(catalog.step_dirs(), default=-1)
 
-    def judge(outcomes: list[Outcome]) -> _Newest:
-        for each in outcomes:
+    def judge(answers: list[Answer]) -> _Newest:
+        for each in answers:
             if each.error is not None:
                 raise each.error
-        return _Newest(max(each.value for each in outcomes))
+        return _Newest(max(each.value for each in answers))
 
     return group.decide(f"looking for the newest step in {catalog.root}", look, judge, _Newest).step + 1

@@ -1,4 +1,4 @@
-"""Bytes and seconds, as people write and read them."""
+"""Counts of bytes and sets of ranks, as people write and read them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _FACTORS = {
     "k": 10**3, "kb": 10**3, "m": 10**6, "mb": 10**6, "g": 10**9, "gb": 10**9, "t": 10**12, "tb": 10**12,
     "kib": KIB, "mib": MIB, "gib": GIB, "tib": 1 << 40,
 }  # fmt: skip
-_MAX_RUNS = 8
+_MAX_RANGES = 8
 _SIZE = re.compile(r"\s*(\d{1,30}(?:\.\d{1,30})?)\s*([a-z]*)\s*", re.ASCII | re.IGNORECASE)
 
 
@@ -47,13 +47,13 @@ def round_up(count: int, multiple: int) -> int:
 def format_ranks(ranks: Iterable[int]) -> str:
     """``rank 3``, ``ranks 0-2, 5``, ``ranks 1, 3, 5, … and 40 more``."""
     ordered = sorted(ranks)
-    runs: list[tuple[int, int]] = []
+    ranges: list[tuple[int, int]] = []
     for rank in ordered:
-        if runs and runs[-1][1] == rank - 1:
-            runs[-1] = runs[-1][0], rank
+        if ranges and ranges[-1][1] == rank - 1:
+            ranges[-1] = ranges[-1][0], rank
         else:
-            runs.append((rank, rank))
-    texts = [str(first) if first == last else f"{first}-{last}" for first, last in runs[:_MAX_RUNS]]
-    left = sum(last - first + 1 for first, last in runs[_MAX_RUNS:])
+            ranges.append((rank, rank))
+    texts = [str(first) if first == last else f"{first}-{last}" for first, last in ranges[:_MAX_RANGES]]
+    left = sum(last - first + 1 for first, last in ranges[_MAX_RANGES:])
     more = f", … and {left} more" if left else ""
     return f"rank{'s' if len(ordered) != 1 else ''} {', '.join(texts)}{more}"

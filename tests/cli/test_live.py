@@ -119,7 +119,7 @@ def test_events_that_cannot_be_read_are_passed_over(run: Path, tmp_path: Path) -
 
 def test_events_do_not_grow_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal, "MAX_BYTES", 5000)
-    run = events.Run(0.0, 0, 1, "0123abcd", "here", 1, "0")
+    run = events.KeeperStarted(0.0, 0, 1, "0123abcd", "here", 1, "0")
     log = journal.EventLog(tmp_path, 0, "0123abcd", run)
     (tmp_path / "step-000000000001").mkdir()
     follower = Follower(tmp_path)
@@ -134,7 +134,7 @@ def test_events_do_not_grow_without_end(tmp_path: Path, monkeypatch: pytest.Monk
     ((_, paths),) = event_files(tmp_path).items()
     assert [path.stat().st_size <= 5000 for path in paths] == [True, True]
     for path in paths:
-        assert isinstance(next(iter(read_events([path]))), events.Run), "every file tells whose it is"
+        assert isinstance(next(iter(read_events([path]))), events.KeeperStarted), "every file tells whose it is"
     steps = [event.step for event in read_events(paths) if isinstance(event, events.Save)]
     assert steps == list(range(steps[0], 200))
     assert len(steps) > 20

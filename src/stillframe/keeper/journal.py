@@ -36,7 +36,7 @@ class Journal:
     def __init__(self, terms: Terms, rank: int, keep: Keep, flushes: Callable[[], Sequence[Flush]]) -> None:
         self._terms = terms
         self._rank = rank
-        self._run = events.Run(
+        self._run = events.KeeperStarted(
             time.time(), rank, terms.world_size, terms.attempt, socket.gethostname(), os.getpid(),
             version.VERSION, keep.last, keep.every,
         )  # fmt: skip
@@ -90,7 +90,7 @@ class Journal:
             self._told_s = now
         saves = [self._in_flight(flush) for flush in self._flushes()]
         used = sum(save.staged_bytes - save.flushed_bytes for save in saves)
-        self._write(events.Progress(time.time(), saves, self.arena_bytes, used))
+        self._write(events.SavesInFlight(time.time(), saves, self.arena_bytes, used))
 
     def close(self, is_orphan: bool) -> None:
         if self._log is not None:
@@ -115,7 +115,7 @@ class EventLog:
     ``head``: what every file of the log begins with.
     """
 
-    def __init__(self, root: Path, rank: int, attempt: str, head: events.Run) -> None:
+    def __init__(self, root: Path, rank: int, attempt: str, head: events.KeeperStarted) -> None:
         self._path = root / DIRECTORY / f"rank-{rank:05d}-{attempt}.jsonl"
         self._head = head
         self._queue: queue.Queue[events.Event | None] = queue.Queue(_MAX_WAITING)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from stillframe.checkpoint.events import event_files, read_events
 from stillframe.checkpoint.survey import check_root
 from stillframe.format import events
-from stillframe.format.events import End, Progress, Restore, Run, Save, Update
+from stillframe.format.events import End, KeeperStarted, Restore, Save, SavesInFlight, Update
 
 _UNUSUAL = 20
 _FEW = 5
@@ -24,11 +24,11 @@ class RankHistory:
 
     rank: int
     attempt: str
-    run: Run | None = None
+    run: KeeperStarted | None = None
     saves: list[Save] = field(default_factory=list)
     updates: list[Update] = field(default_factory=list)
     restores: list[Restore] = field(default_factory=list)
-    progress: Progress | None = None
+    progress: SavesInFlight | None = None
     """The last one."""
     end: End | None = None
 
@@ -122,7 +122,7 @@ def gather(rank: int, attempt: str, told: Iterable[events.Event]) -> RankHistory
 
 def add(history: RankHistory, told: Iterable[events.Event]) -> None:
     for event in told:
-        if isinstance(event, Run):
+        if isinstance(event, KeeperStarted):
             history.run = history.run or event
             history.end = None
         elif isinstance(event, Save):
@@ -131,7 +131,7 @@ def add(history: RankHistory, told: Iterable[events.Event]) -> None:
             history.updates += event.updates
         elif isinstance(event, Restore):
             history.restores.append(event)
-        elif isinstance(event, Progress):
+        elif isinstance(event, SavesInFlight):
             history.progress = event
         else:
             history.end = event

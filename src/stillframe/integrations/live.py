@@ -1,8 +1,9 @@
 """A state dict that stands still until the next update: live memory where that is safe, copies where it is not.
 
-A state dict does not say which of its tensors are buffers, which change in forward.  So memory counts as still only if
-a live optimizer owns it, or a live parameter that wants gradients: that changes in the update, which the fence holds
-back.  All else is copied at once, to the host: frozen parameters, too, since some models change them in forward.
+A state dict does not say which of its tensors are buffers, which may change in forward.  So a tensor is used in place
+only if its memory belongs to a live optimizer, or to a live parameter that requires gradients: such memory changes in
+the update, which the fence holds back.  Everything else is copied to the host at once, also frozen parameters, because
+some models change them in forward.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ _OWNERS = (torch.nn.Module, torch.optim.Optimizer)
 class LiveState:
     """Makes states that stand still until the next update, one after another.
 
-    Copies are kept and written over by the next state's, so that it lies in the same memory: call :meth:`state` only
-    when the state before has been copied away.
+    The copies of one state are reused for the next, so that the plan of a save still fits.  Call :meth:`state` only
+    behind a fence, when the state before has been staged.
     """
 
     def __init__(self) -> None:
@@ -48,7 +49,7 @@ class LiveState:
         return _rebuilt(state, (), self._copies, encode or _deep_copy)
 
     def _copied(self, tensors: dict[_Path, torch.Tensor]) -> dict[_Path, torch.Tensor]:
-        """Each into the copy at its path if that fits and is not taken; what is tied is copied once."""
+        """Copy each tensor, into the earlier copy at its path if that fits; tied tensors are copied once."""
         copies: dict[_Path, torch.Tensor] = {}
         tied: dict[Any, torch.Tensor] = {}
         taken: set[int] = set()
@@ -91,13 +92,13 @@ class _Owned:
                 found[device].add((start, end))
         self._extents = {device: sorted(extents) for device, extents in found.items()}
         self._reach: dict[torch.device, list[int]] = {}
-        """How far what starts there or before reaches."""
+        """For each extent, the greatest end of it and of all that start before it."""
         for device, extents in self._extents.items():
             reach = 0
             self._reach[device] = [reach := max(reach, end) for _, end in extents]
 
     def covers(self, tensor: torch.Tensor) -> bool:
-        """Whether one of them covers it."""
+        """Whether the memory of one of them contains that of ``tensor``."""
         device, start, end = _memory(tensor)
         at = bisect.bisect_right(self._extents.get(device, []), start, key=lambda extent: extent[0])
         return at > 0 and end <= self._reach[device][at - 1]
@@ -118,7 +119,7 @@ def _living(kinds: tuple[type, ...]) -> list[Any]:
 
 
 def _memory(tensor: torch.Tensor) -> tuple[torch.device, int, int]:
-    """Device, first and last address; of a DTensor this rank's part."""
+    """Device, first address and end; of a DTensor those of this rank's box."""
     local = getattr(tensor, "_local_tensor", tensor)
     if local.layout is not torch.strided or not local.numel():
         return local.device, 0, 0
@@ -128,7 +129,7 @@ def _memory(tensor: torch.Tensor) -> tuple[torch.device, int, int]:
 
 
 def _identity(tensor: torch.Tensor) -> Any:
-    """Equal for tensors that are the same, item by item, in the same memory; of an unusual kind, only for itself."""
+    """Equal for tensors of the same memory, shape, stride and dtype; a tensor of an unusual kind equals only itself."""
     if tensor.layout is not torch.strided or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         return id(tensor)
     form = tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg()
@@ -181,7 +182,7 @@ def _items(node: Any) -> Iterable[tuple[Any, Any]]:
 
 
 def _is_container(node: Any) -> bool:
-    """A plain one, whose keys are plain; any other is a leaf as a whole."""
+    """A plain container with plain keys; any other is passed to ``encode`` as a whole."""
     if type(node) in (dict, OrderedDict):
         return {type(key) for key in node} <= {str, int, float, bool, type(None)}
     return type(node) in (list, tuple)

@@ -136,7 +136,7 @@ class Saves:
             self._advance(save, "sealed", sealed_s=at_s)
 
     def awaiting_ranks(self, number: int, ranks: tuple[int, ...]) -> int | None:
-        """The step, the first time that it is said of it."""
+        """Note which ranks a sealed save waits for; returns its step the first time, for a warning."""
         with self._changed:
             save = self._in_flight.get(number)
             if save is None:
@@ -169,7 +169,7 @@ class Saves:
             return [] if save is None else [save]
 
     def fail_unstaged(self, error: StillframeError) -> list[Save]:
-        """Give up those that are not staged yet; the others are the keeper's."""
+        """Fail the saves that are not staged; the keeper finishes the others."""
         numbers = [save.number for save in self.in_flight if save.phase == "captured"]
         return [save for number in numbers for save in self.fail(number, error)]
 
@@ -179,7 +179,7 @@ class Saves:
         return [save for number in numbers for save in self.fail(number, error)]
 
     def tell_failed(self, saves: list[Save]) -> None:
-        """Log these failures, if that is how they are told.  Apart from failing them: a log handler may raise."""
+        """With ``on_error="warn"``, log these failures.  Not done by :meth:`fail`, because a log handler may raise."""
         if self._on_error == "warn":
             for save in saves:
                 logger.warning("saving step %d failed; training goes on: %s", save.step, save.error)
@@ -254,7 +254,7 @@ class Saves:
             )
 
     def wait_all(self, phase: Phase, timeout_s: float | None) -> None:
-        """Until every save in flight has reached the phase, or failed.  Raises :class:`DeadlineError`."""
+        """Block until every save in flight has reached the phase, or failed.  Raises :class:`DeadlineError`."""
         wanted = check_phase(phase)
         if self.before_wait is not None:
             self.before_wait()

@@ -102,7 +102,7 @@ class Stager:
         self._pending: deque[_Job] = deque()
         self._updates = UpdateLog()
         self.holds = Holds()
-        """Fences wait for these, too, and then for the saves requested meanwhile."""
+        """A fence first waits for these, then for the saves that were requested meanwhile."""
         self._owner_pid = os.getpid()
         try:
             keeper.start()
@@ -156,7 +156,7 @@ class Stager:
                 self._pending.popleft()
 
     def begin_audit(self, captured: Captured) -> Audit:
-        """Hash what is to be staged, while the training thread stands still here."""
+        """Hash what is to be staged.  Blocks the training thread, so that nothing changes meanwhile."""
         audit = Audit(captured.plan, captured.draft.step)
         self._standing_still(captured.marks, audit.begin)
         return audit
@@ -174,7 +174,7 @@ class Stager:
         self._standing_still([(device, device.mark()) for device in job.plan.devices], work)
 
     def _standing_still(self, marks: list[tuple[Device, Any]], work: Callable[[], None]) -> None:
-        """Let the stager's thread do this behind the compute queued so far; blocks, and raises what it raised."""
+        """Run ``work`` on the stager's thread, after the compute queued so far.  Blocks; raises what it raises."""
         done: Future[None] = Future()
 
         def turn() -> None:
@@ -191,7 +191,7 @@ class Stager:
         done.result()
 
     def give_up(self, why: str) -> None:
-        """Saves that are not staged yet fail, so that :meth:`close` need not wait for room in the arena."""
+        """Fail the saves that are not staged yet, so that :meth:`close` does not wait for room in the arena."""
         error = DeadlineError(f"given up before it was staged: {why}")
         self._saves.tell_failed(self._saves.fail_unstaged(error))
         if self.arena is not None:
@@ -316,7 +316,7 @@ class Stager:
         return _Filled(number, span, chunk.nbytes, tickets)
 
     def _hand_over(self, job: _Job, filled: _Filled, spans: list[int]) -> None:
-        """The copy is done: the span is the keeper's until it gives it back, or dies."""
+        """Wait for the copy and send the chunk.  The span belongs to the keeper until it gives it back, or dies."""
         assert self.arena is not None
         assert job.keeper is not None
         for ticket in filled.tickets:
@@ -344,7 +344,7 @@ class Stager:
         self._over(job)
 
     def _fail(self, job: _Job, problem: Exception, spans: list[int]) -> None:
-        """This save ends here; its spans come back when no copy can still be writing to them."""
+        """Fail this save.  Its spans are free again when no copy can still be writing to them."""
         job.issued.set()
         error = problem
         if not isinstance(error, StillframeError):

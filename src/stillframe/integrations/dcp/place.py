@@ -37,7 +37,7 @@ class Place:
 
 
 class Opaque:
-    """Bytes that a planner of its own made of something: only such a planner gets them back."""
+    """Bytes that a user-defined planner made of a value; only such a planner can load them."""
 
     def __init__(self, data: bytes) -> None:
         self.data = data

@@ -80,7 +80,7 @@ class Writer(Place, StorageWriter):
 
 
 def _state(plan: SavePlan, planner: SavePlanner) -> dict[str, Any]:
-    """What this rank writes, nested as it was before DCP gave every leaf a name of its own."""
+    """What this rank writes, nested as it was before DCP flattened it."""
     flat: dict[str, Any] = {}
     for item in plan.items:
         name = item.index.fqn
@@ -100,7 +100,7 @@ def _state(plan: SavePlan, planner: SavePlanner) -> dict[str, Any]:
 
 
 class _Nest(dict[Any, Any]):
-    """A dict or a list in the making: DCP makes text of all keys but a list's indexes."""
+    """A dict or list being rebuilt.  Only a list has integer keys: DCP turns all keys of dicts into text."""
 
     def unfolded(self, has_gaps: bool) -> Any:
         """``has_gaps``: other ranks may have items of the same lists."""
@@ -119,7 +119,7 @@ def _tensor(item: WriteItem, planner: SavePlanner) -> torch.Tensor | Part:
 
 
 def _bytes(item: WriteItem, planner: SavePlanner) -> Any:
-    """The value itself where the planner would only pickle it; else what the planner made of it."""
+    """The value itself if the planner would only pickle it; else the bytes that the planner makes of it."""
     own = DefaultSavePlanner.resolve_data, DefaultSavePlanner.transform_object
     if isinstance(planner, DefaultSavePlanner) and (type(planner).resolve_data, type(planner).transform_object) == own:
         return planner.lookup_object(item.index)

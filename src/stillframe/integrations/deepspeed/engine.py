@@ -27,7 +27,7 @@ _FILES = "files"
 
 
 class CheckpointEngine:
-    """What DeepSpeed hands its files to.  Thread: the training thread's."""
+    """DeepSpeed calls it with the files of a tag; :meth:`finish` saves them.  Thread: the training thread's."""
 
     def __init__(self, deepspeed_config: Any, rank: int) -> None:
         config = deepspeed_config.datastates_config.config
@@ -45,14 +45,14 @@ class CheckpointEngine:
         self._files: dict[str, Any] = {}
         self._root: OpenRoot | None = None
         self._saves: dict[str, stillframe.Save] = {}
-        """Those that nobody has been told of yet, by their directory."""
+        """Saves whose end nobody has been told of, by the directory of their tag."""
 
     def create(self, info: Any) -> None:
         """A checkpoint begins: DeepSpeed will hand over the files of this rank, perhaps none."""
         self._info, self._files = info, {}
 
     def save(self, state_dict: Any, path: str) -> None:
-        """A file of the tag that was begun; any other (of ``save_16bit_model``) is one of ``torch.save``, at once."""
+        """Take a file of the tag that was begun; write any other (of ``save_16bit_model``) with ``torch.save``."""
         if self.is_of_tag(os.path.dirname(path)):
             self._files[os.path.basename(path)] = state_dict
         else:
@@ -63,7 +63,7 @@ class CheckpointEngine:
         return info is not None and os.path.abspath(directory) == os.path.abspath(os.path.join(info.save_dir, info.tag))
 
     def drop(self) -> None:
-        """What was begun will not be saved."""
+        """Forget the checkpoint that was begun."""
         self._info, self._files = None, {}
 
     def finish(self) -> None:
@@ -117,12 +117,12 @@ class CheckpointEngine:
         self._tell_failure()
 
     def fence(self) -> None:
-        """Before an update, and earlier than the optimizer's own hook: DeepSpeed may change its state before."""
+        """DeepSpeed calls it before an update: it may change state before the hook of the optimizer is called."""
         if self._root is not None:
             self._root.checkpointer.fence()
 
     def settle(self, directory: str) -> None:
-        """Before a load: what was saved there, also by a run that was just killed, is there, on every rank."""
+        """Before a load: wait, on every rank, until the saves to it are committed, also those of a run just killed."""
         try:
             self.wait()
         except StillframeError as error:
@@ -137,7 +137,7 @@ class CheckpointEngine:
 
 @contextlib.contextmanager
 def _together() -> Iterator[None]:
-    """If it fails on one rank it fails on all: else the others would train on, and wait for it in a collective."""
+    """If the body fails on one rank, raise on all: the others would train on, and hang in their next collective."""
     own: Exception | None = None
     try:
         yield
@@ -153,6 +153,6 @@ def _together() -> Iterator[None]:
 
 
 def _number(tag: str) -> int:
-    """The number at a tag's end, as in ``global_step100``: its step, if none has come so far yet."""
+    """The number at the end of a tag (``global_step100``), the least step for it; 0 if there is none."""
     found = re.search(r"(\d{1,11})$", tag)
     return int(found[1]) if found else 0

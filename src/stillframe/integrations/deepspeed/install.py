@@ -64,7 +64,7 @@ def _engine_of(engine: Any) -> CheckpointEngine | None:
 
 
 def _wrapper(base: Any) -> Any:
-    """DeepSpeed's wrapper of the ``datastates`` package tells it nothing of tags, and cannot be cleaned up twice."""
+    """DeepSpeed's wrapper of ``datastates``, which does not pass on tags and fails when it is cleaned up twice."""
 
     class StillframeCheckpointEngine(base):  # type: ignore[misc]
         def create(self, info: Any) -> None:

@@ -29,7 +29,7 @@ class Pickled:
 
 
 def to_leaf(path: _Path, value: Any, allow_pickle: bool, how: str) -> Any:
-    """What stands for a value in a state.  ``how`` says how to allow it.
+    """What is stored for a value.  ``how`` tells the user, in an error, how to allow pickle.
 
     Raises: :class:`UnsupportedStateError`, with path and type.
     """
@@ -45,7 +45,7 @@ def to_leaf(path: _Path, value: Any, allow_pickle: bool, how: str) -> Any:
 
 
 def from_leaves(node: Any, device: torch.device, allow_pickle: bool, how: str, path: _Path = ()) -> Any:
-    """The same nesting with every :class:`Pickled` as what it was, and tensors there.  Raises: as :func:`to_leaf`."""
+    """The same nesting, with every :class:`Pickled` unpickled and all tensors on ``device``.  Raises as ``to_leaf``."""
     if isinstance(node, torch.Tensor):
         return node.to(device)
     if isinstance(node, dict):

@@ -43,7 +43,7 @@ from stillframe.link.arena import Arena
 from stillframe.link.messages import FromKeeper
 from stillframe.model import CHUNK_BYTES
 from stillframe.retention import KeepLast
-from stillframe.save.keeper_process import KeeperConfig, KeeperProcess
+from stillframe.save.keeper_client import KeeperConfig, KeeperProcess
 
 PARAMETERS = 170
 PARTS = ("parameter", "exp_avg", "exp_avg_sq")

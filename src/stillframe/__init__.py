@@ -14,7 +14,7 @@ state          what a state is                               (torch)
 link           the arena and the messages between the two processes
 format         bytes ↔ structures
 store          names ↔ bytes
-model, retention, units, errors
+model, retention, units, errors, version
 testing        for tests
 """
 
@@ -40,8 +40,10 @@ from stillframe.errors import (
     UnsupportedStateError,
     VersionError,
 )
+from stillframe.version import VERSION
 
 if TYPE_CHECKING:
+    from stillframe import integrations as integrations
     from stillframe.checkpoint.catalog import Catalog, Checkpoint
     from stillframe.checkpointer import Checkpointer
     from stillframe.format.values import ELSEWHERE
@@ -56,7 +58,7 @@ if TYPE_CHECKING:
     from stillframe.state.train_state import TrainState
     from stillframe.state.walk import storable
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 __all__ = [
     "ELSEWHERE",
@@ -119,15 +121,16 @@ _HOMES = {
 }
 
 
-def __getattr__(name: str) -> object:
-    if name == "integrations":
-        return importlib.import_module("stillframe.integrations")
-    home = _HOMES.get(name)
-    if home is None:
-        raise AttributeError(f"module 'stillframe' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"stillframe.{home}"), name)
-    globals()[name] = value
-    return value
+if not TYPE_CHECKING:  # a type checker sees the imports above, and takes any other name for the mistake it is
+
+    def __getattr__(name: str) -> object:
+        if name == "integrations":
+            return importlib.import_module("stillframe.integrations")
+        home = _HOMES.get(name)
+        if home is None:
+            raise AttributeError(f"module 'stillframe' has no attribute {name!r}")
+        value = globals()[name] = getattr(importlib.import_module(f"stillframe.{home}"), name)
+        return value
 
 
 def __dir__() -> list[str]:

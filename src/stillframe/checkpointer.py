@@ -1,4 +1,4 @@
-"""The facade: composes walk, plan, stager, fence, keeper and restore.  Does no I/O of its own.
+"""The facade: composes the parts that save and restore.  Does no I/O of its own, and encodes nothing.
 
 save()    walk, plan (cached), capture, hand over                     training thread, about a millisecond
 fence()   wait until what save() handed over is copied                training thread, before the update
@@ -8,47 +8,29 @@ keeper    arena → segment → seal → manifest                           proc
 
 from __future__ import annotations
 
-import atexit
 import logging
-import multiprocessing.util
 import os
 import time
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Literal
 
-import msgspec
-
-from stillframe.checkpoint.catalog import Catalog
-from stillframe.errors import (
-    ConfigError,
-    DeadlineError,
-    ExistsError,
-    KeeperError,
-    StillframeError,
-)
-from stillframe.format.records import SealDraft, check_draft
+from stillframe.errors import ConfigError, DeadlineError, KeeperError, StillframeError
 from stillframe.link.sizing import arena_of
 from stillframe.model import Label, Phase, RestoreReport, Stats, check_choice, check_deadline, check_step
 from stillframe.ranks.agreement import agree_on_attempt, agree_on_next, resolve_root
 from stillframe.ranks.group import join_group
 from stillframe.restore.resume import Resume
-from stillframe.retention import Keep
-from stillframe.save.audit import Audit
-from stillframe.save.device import DeviceTable
+from stillframe.retention import Keep, check_policy
+from stillframe.save.capture import Planner
 from stillframe.save.fence import Fence, OptimizerFence
-from stillframe.save.keeper_client import Keepers
-from stillframe.save.keeper_process import KeeperConfig
-from stillframe.save.plan import Plan, make_plan
-from stillframe.save.saves import Ledger, Save
-from stillframe.save.stager import Job, Stager
-from stillframe.state.division import Seat
-from stillframe.state.walk import Walk
+from stillframe.save.keeper_client import KeeperClient, KeeperConfig
+from stillframe.save.lifetime import Lifetime
+from stillframe.save.saves import Save, Saves
+from stillframe.save.stager import Stager
+from stillframe.save.steps import TakenSteps
 
 logger = logging.getLogger("stillframe")
-
-_EXIT_S = 60.0
-_GRACE_S = 1.0
 
 
 class Checkpointer:
@@ -87,49 +69,29 @@ class Checkpointer:
     ) -> None:
         check_choice("on_error", on_error, ("raise", "warn"))
         check_choice("when_busy", when_busy, ("wait", "skip"))
-        if keep is not None and not isinstance(keep, Keep):
-            raise ConfigError(f"keep={keep!r}: give KeepLast(n), KeepEvery(k), both combined with |, or None")
-        self._group = join_group(rank, world_size, check_deadline(deadline_s))
-        if when_busy == "skip" and self._group.world_size > 1:
-            raise ConfigError(
-                "when_busy='skip': several ranks would skip different steps; use 'wait', and save less often"
-            )
-        path, is_shared = resolve_root(root, shared, self._group)
-        self._catalog = Catalog(path, None if is_shared else self._group.rank)
-        if self._catalog.root.exists() and not self._catalog.root.is_dir():
-            raise ConfigError(f"root={str(self._catalog.root)!r} is a file; give a directory")
-        self._on_error = on_error
-        self._when_busy = when_busy
-        self._audit = audit
-        self._attempt = agree_on_attempt(self._group, self._catalog, keep)
-        self._owner_pid = os.getpid()
-        fixed, make_arena = arena_of(arena)
-        self._devices = DeviceTable()
-        self._plan: Plan | None = None
-        self._known: set[int] | None = None
-        self._tried: set[int] = set()
-        self._is_closed = False
+        policy = check_policy(keep)
+        self._group = group = join_group(rank, world_size, check_deadline(deadline_s))
+        if when_busy == "skip" and group.world_size > 1:
+            raise ConfigError("when_busy='skip': ranks would skip different steps; use 'wait', and save less often")
+        self._catalog = resolve_root(root, shared, group)
+        is_shared = self._catalog.rank is None
+        attempt = agree_on_attempt(group, self._catalog, policy)
+        self._is_audited = audit
+        self._skips_when_busy = when_busy == "skip"
         self.last_restore: RestoreReport | None = None
-
-        policy = keep or Keep()
+        self._saves = Saves(on_error)
+        self._steps = TakenSteps(self._catalog, self._saves, group.world_size > 1)
+        self._planner = Planner(group, attempt, is_shared)
         config = KeeperConfig(
-            str(self._catalog.root), self._attempt, self._group.rank, self._group.world_size,
+            str(self._catalog.root), attempt, group.rank, group.world_size,
             keep_last=policy.last, keep_every=policy.every, is_shared=is_shared, deadline_s=deadline_s,
         )  # fmt: skip
-        self._ledger = Ledger(self._before_wait)
-        self._keepers = Keepers(config, self._ledger, self._saves_failed, self._committed)
-        try:
-            self._keepers.start()
-        except BaseException:
-            if fixed is not None:
-                fixed.close()
-            raise
-        self._stager = Stager(self._ledger, self._keepers, make_arena, fixed, self._saves_failed, self._complete_step)
+        self._keeper = KeeperClient(config, self._saves, None if is_shared else group.note_sealed)
+        self._stager = Stager(self._saves, self._keeper, *arena_of(arena), None if is_shared else group.complete_step)
+        if audit:
+            self._saves.before_wait = self._stager.fence
         self._fence = OptimizerFence(self._stager.fence)
-        atexit.register(self._at_exit)
-        if multiprocessing.parent_process() is not None:
-            # A child of multiprocessing leaves by os._exit and runs only what is registered here.
-            multiprocessing.util.Finalize(None, self._at_exit, exitpriority=100)
+        self._lifetime = Lifetime(self._at_exit)
 
     # --- saving ----------------------------------------------------------------------------
 
@@ -146,46 +108,27 @@ class Checkpointer:
         the error of an earlier save that failed since (this one was not taken).
         """
         began = time.monotonic()
-        self._check_open("save")
+        self._lifetime.check_open("save")
         step = check_step(step)
-        self._check_new(step)
+        self._steps.check_free(step)
         try:
-            self._raise_failures()
-            walk = Walk(state)
-            plan = self._plan
-            if plan is None or not plan.fits(walk):
-                plan = self._plan = make_plan(walk, self._devices, self._seat)
+            self._saves.raise_untold()
+            request = self._planner.request(step, state)
         except StillframeError as error:
-            self._keepers.refuse(step, error)
+            self._keeper.report_unsaved(step, error)
             raise
-        draft = SealDraft(
-            step=step,
-            rank=self._group.rank,
-            world_size=self._group.world_size,
-            attempt=self._attempt,
-            shards=plan.shards_json,
-            tree=plan.tree_json,
-            values=msgspec.Raw(msgspec.json.encode(walk.values)),
-            teams=plan.teams,
-        )
-        check_draft(draft)
-        if self._when_busy == "skip" and self._stager.is_busy(len(plan.chunks)):
-            logger.warning("step %d is skipped: an earlier save still fills the arena", step)
-            return self._ledger.skip(step, began)
-        captured = plan.capture(walk)
-        marks = [(device, device.mark()) for device in plan.devices]
-        audit = Audit(plan, step) if self._audit else None
-        if audit is not None:
-            self._stager.begin_audit(audit, marks)
-        save = self._ledger.begin(step, plan.data_bytes, began)
+        plan = request.plan
+        if self._skips_when_busy and self._stager.is_busy(len(plan.chunks)):
+            return self._saves.skip(step, began)
+        captured = request.capture()
+        audit = self._stager.begin_audit(captured) if self._is_audited else None
+        save = self._saves.begin(step, plan.data_bytes, began)
         try:
-            self._known_steps().add(step)
-            self._tried.add(step)
-            job = Job(save, plan, draft, captured, marks, audit, label)
-            self._ledger.returned(save, plan.captured_bytes, time.monotonic() - began)
-            self._stager.submit(job)  # last: from here on the stager competes for the GIL
+            self._steps.take(step)
+            self._saves.returned(save, plan.captured_bytes, time.monotonic() - began)
+            self._stager.submit(save, captured, audit, label)  # last: from here on the stager competes for the GIL
         except BaseException as error:  # Ctrl-C just here: a save that nobody stages must not be waited for
-            self._ledger.fail(save.number, KeeperError(f"it was interrupted: {error!r}"))
+            self._saves.fail(save.number, KeeperError(f"it was interrupted: {error!r}"))
             raise
         return save
 
@@ -204,7 +147,7 @@ class Checkpointer:
         For a save that another thread will request: what it may copy must not change before.  What is held must be
         released, or training stops at its next update; after a while it says so, with the ``hint``.
         """
-        return self._stager.hold(hint and f": {hint}")
+        return self._stager.holds.add(hint)
 
     def wait(self, phase: Phase = "committed", timeout_s: float | None = None) -> None:
         """Block until every save so far has reached ``phase``.
@@ -212,9 +155,9 @@ class Checkpointer:
         Without a timeout it waits as long as the keeper makes progress.
         Raises: the error of a save that failed; :class:`DeadlineError`.
         """
-        self._check_process("wait")
-        self._ledger.wait_all(phase, timeout_s)
-        self._raise_failures()
+        self._lifetime.check_process("wait")
+        self._saves.wait_all(phase, timeout_s)
+        self._saves.raise_untold()
 
     def close(self, timeout_s: float | None = None) -> None:
         """Wait until every save is committed, let the keeper go, remove the fence.  May be called again.
@@ -222,42 +165,25 @@ class Checkpointer:
         Raises: the error of a save that failed; :class:`DeadlineError` if it took longer than ``timeout_s`` (the keeper
         then finishes by itself).
         """
-        if self._is_closed or os.getpid() != self._owner_pid:
+        if not self._lifetime.end():
             return
-        self._is_closed = True
-        atexit.unregister(self._at_exit)
         began = time.monotonic()
         try:
-            self._ledger.wait_all("committed", timeout_s)
+            self._saves.wait_all("committed", timeout_s)
         except DeadlineError:
             self._stager.give_up("close() did not wait any longer")
             raise
         finally:
             left_s = None if timeout_s is None else max(timeout_s - (time.monotonic() - began), 0.0)
-            self._release(left_s)
-        self._raise_failures()
-
-    def _release(self, timeout_s: float | None) -> None:
-        """Everything this process holds; what is staged is the keeper's affair from here on."""
-        self._fence.remove()
-        self._stager.stop(None if timeout_s is None else max(timeout_s, _GRACE_S))
-        self._keepers.close(timeout_s, self._stager.take_updates())
-        self._plan = None
-        if self._stager.arena is not None:
-            self._stager.arena.close()
+            self._fence.remove()
+            self._stager.close(left_s)
+            self._planner.forget()
+        self._saves.raise_untold()
 
     def _at_exit(self) -> None:
         """Leaving the interpreter without close(): stage what was requested, the keeper does the rest."""
-        if os.getpid() == self._owner_pid and not self._is_closed:
-            self._is_closed = True
-            try:
-                self._ledger.wait_all("staged", _EXIT_S)
-            except StillframeError as error:
-                logger.warning("at exit: %s", error)
-            for save in self._ledger.take_untold():
-                if self._on_error == "raise":
-                    logger.warning("saving step %d failed, and nobody was told: %s", save.step, save.error)
-            self._fence.remove()
+        self._saves.stage_at_exit()
+        self._fence.remove()
 
     # --- restoring -------------------------------------------------------------------------
 
@@ -269,25 +195,25 @@ class Checkpointer:
         matches; :attr:`last_restore` says what did not.
 
         Of several ranks all restore the same step, and none touches anything before it fits on all.  A checkpoint of
-        another number of ranks, or spread differently, is read as far as this rank needs it; what each rank had kept
-        for itself, a rank that was not there takes from one that was.
+        another number of ranks, or divided differently, is read as far as this rank needs it.  Per-rank values (RNG,
+        data position) of a rank that did not exist at save time are taken from rank ``r % old_world_size``.
 
         Blocks until done; first until the keeper of a run that was just killed has committed what it holds.
         Raises: :class:`MismatchError` (nothing was touched), :class:`NotFoundError`, :class:`IntegrityError`,
         :class:`VersionError`, :class:`BusyError`.
         """
-        self._check_open("restore")
+        self._lifetime.check_open("restore")
         resume = Resume(self._catalog, self._group, state, None if step is None else check_step(step), strict)
-        self._known = None
+        self._steps.look_again()
         try:
             return resume.run(self._settle)
         finally:
             self.last_restore = resume.report or self.last_restore
-            self._keepers.restored(resume.report)
+            self._keeper.report_restore(resume.report)
 
     def _settle(self) -> None:
         """Before a restore: the root is ours, and what we saved is committed."""
-        self._keepers.wait_ready()
+        self._keeper.wait_ready()
         self.wait("committed")
 
     # --- asking ----------------------------------------------------------------------------
@@ -297,18 +223,17 @@ class Checkpointer:
 
         Blocks until every rank asks and every save is committed, also those of a run that was just killed.
         """
-        self._check_open("next_step")
+        self._lifetime.check_open("next_step")
         return agree_on_next(self._group, self._catalog, self._settle)
 
     def stats(self) -> Stats:
         """What has happened since this checkpointer was made."""
-        arena = self._stager.arena
-        return self._ledger.stats(arena_bytes=arena.nbytes if arena else 0, arena_wait_s=arena.wait_s if arena else 0.0)
+        return self._stager.stats()
 
     @property
     def keeper_pid(self) -> int | None:
         """Process id of the running keeper, if there is one."""
-        return self._keepers.pid
+        return self._keeper.pid
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -322,72 +247,3 @@ class Checkpointer:
             if error is None:
                 raise
             logger.warning("while leaving on %s: %s", type(error).__name__, problem)
-
-    # --- inside ----------------------------------------------------------------------------
-
-    def _check_open(self, doing: str) -> None:
-        if self._is_closed:
-            raise ConfigError(f"{doing}: this checkpointer is closed; make another")
-        self._check_process(doing)
-
-    def _check_process(self, doing: str) -> None:
-        if os.getpid() != self._owner_pid:
-            raise ConfigError(
-                f"{doing}: this checkpointer belongs to process {self._owner_pid}, not to its forked child"
-            )
-
-    def _known_steps(self) -> set[int]:
-        """Committed when first asked, and everything saved since: ``save`` itself looks at no file."""
-        if self._known is None:
-            self._known = set(self._catalog.steps())
-        return self._known
-
-    def _check_new(self, step: int) -> None:
-        """Raises :class:`ExistsError` if the step is a checkpoint or a save of ours; retention may have removed it.
-
-        Several ranks save a step once in a run: files of a first try could pass for those of a second.
-        """
-        if step in self._tried and self._group.world_size > 1:
-            raise ExistsError(f"step {step} has been saved in this run already: save the next one instead")
-        if step in self._known_steps() and (
-            self._catalog.is_committed(step) or any(save.step == step for save in self._ledger.in_flight)
-        ):
-            raise ExistsError(
-                f"step {step} is already a checkpoint in {self._catalog.root}, or is being saved right now: "
-                "restore() first and go on after the step it returns, or use another root"
-            )
-
-    @property
-    def _seat(self) -> Seat:
-        """Where this rank stands among those that hold parts of the same tensors."""
-        group = self._group
-        knows_ranks = group.world_size > 1 and group.is_global
-        return Seat(group.rank, group.world_size, knows_ranks, writes_once=knows_ranks and self._catalog.rank is None)
-
-    def _committed(self, step: int) -> None:
-        if self._catalog.rank is not None:
-            self._group.note_sealed(step)
-
-    def _complete_step(self) -> int:
-        return self._group.complete_step() if self._catalog.rank is not None else -1
-
-    def _before_wait(self) -> None:
-        if self._audit:
-            self._stager.fence()
-
-    def _saves_failed(self, saves: list[Save]) -> None:
-        """Called from any thread, once for each failure."""
-        known = self._known
-        for save in saves:
-            if known is not None:
-                known.discard(save.step)
-            if self._on_error == "warn":
-                logger.warning("saving step %d failed; training goes on: %s", save.step, save.error)
-
-    def _raise_failures(self) -> None:
-        untold = self._ledger.take_untold()
-        if untold and self._on_error == "raise":
-            first = untold[0]
-            assert first.error is not None
-            others = f" (and {len(untold) - 1} more)" if len(untold) > 1 else ""
-            raise type(first.error)(f"saving step {first.step} failed{others}: {first.error}") from first.error

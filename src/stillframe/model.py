@@ -31,8 +31,8 @@ class Label:
     """A directory in the root that appears, complete, when the step is committed: for those who look for files.
 
     ``files``: this rank's, by name; all hold ``content``.  ``is_latest``: the file ``latest`` in the root names it.
-    Every rank gives the same ``name``, and files of other names.  When the checkpoint is pruned, the directory goes,
-    too; removing, renaming or copying the directory does nothing to the checkpoint.
+    Every rank gives the same ``name``, and names of files that no other rank gives.  The directory is removed when the
+    checkpoint is pruned; removing, renaming or copying it does nothing to the checkpoint.
     """
 
     name: str

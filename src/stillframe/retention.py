@@ -60,3 +60,10 @@ def KeepLast(count: int) -> Keep:  # noqa: N802 - reads as the value it makes
 def KeepEvery(steps: int) -> Keep:  # noqa: N802
     """Keep every checkpoint whose step is a multiple of ``steps``, and the newest."""
     return Keep(every=_positive("KeepEvery", steps))
+
+
+def check_policy(keep: object) -> Keep:
+    """The policy given, or one that keeps everything for ``None``.  Raises :class:`ConfigError`."""
+    if keep is not None and not isinstance(keep, Keep):
+        raise ConfigError(f"keep={keep!r}: give KeepLast(n), KeepEvery(k), both combined with |, or None")
+    return keep or Keep()

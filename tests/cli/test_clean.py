@@ -88,7 +88,7 @@ def test_leftovers_of_a_killed_run_go(copy: Path) -> None:
     subprocess.run([COMMAND[0], "-c", code, str(copy)], env=environment(PYTHONWARNINGS="ignore"), capture_output=True)
     left = copy / "step-000000000050"
     left.mkdir(exist_ok=True)
-    (left / "rank-00000-0123abcd.safetensors.partial").write_bytes(bytes(100))
+    (left / "rank-00000-0123abcd.safetensors.00000000.partial").write_bytes(bytes(100))
     (copy / "rank-00000.spare").write_bytes(bytes(10))
     text = stillframe("doctor", copy, code=11)
     assert "never committed (steps 50)" in text

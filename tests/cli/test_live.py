@@ -121,7 +121,7 @@ def test_events_that_cannot_be_read_are_passed_over(run: Path, tmp_path: Path) -
 
 def test_events_do_not_grow_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal, "MAX_BYTES", 5000)
-    run = events.Run(0.0, 0, 1, "0123abcd", "here", 1, "0")
+    run = events.KeeperStarted(0.0, 0, 1, "0123abcd", "here", 1, "0")
     store = PosixStore(tmp_path)
     log = journal.EventLog(store, event_key(0, "0123abcd"), run)
     (tmp_path / "step-000000000001").mkdir()
@@ -137,7 +137,7 @@ def test_events_do_not_grow_without_end(tmp_path: Path, monkeypatch: pytest.Monk
     ((_, keys),) = event_files(store).items()
     assert [(tmp_path / key).stat().st_size <= 5000 for key in keys] == [True, True]
     for key in keys:
-        assert isinstance(next(iter(read_events(store, [key]))), events.Run), "every file tells whose it is"
+        assert isinstance(next(iter(read_events(store, [key]))), events.KeeperStarted), "every file tells whose it is"
     steps = [event.step for event in read_events(store, keys) if isinstance(event, events.Save)]
     assert steps == list(range(steps[0], 200))
     assert len(steps) > 20
@@ -156,7 +156,7 @@ def test_old_attempts_are_forgotten(tmp_path: Path) -> None:
     store = PosixStore(tmp_path)
     for at in range(6):
         for rank in (0, 1):
-            run = events.Run(float(at), rank, 2, f"{5 - at:08x}", "here", 1, "0")  # the names tell no order
+            run = events.KeeperStarted(float(at), rank, 2, f"{5 - at:08x}", "here", 1, "0")  # the names tell no order
             store.append(event_key(rank, run.attempt), msgspec.json.encode(run) + b"\n")
     journal.forget(store, 0, 2)
     assert sorted(event_files(store)) == [

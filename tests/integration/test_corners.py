@@ -18,7 +18,7 @@ import stillframe
 from stillframe import Catalog, Checkpointer, ConfigError, MismatchError
 from stillframe.link.arena import Arena
 from stillframe.save.audit import Audit
-from stillframe.save.keeper_client import Keepers
+from stillframe.save.keeper_client import KeeperClient
 from tests.support import assert_same, keeper_is_gone, kill, run_child, until
 
 COUNT = 12_000_000
@@ -28,10 +28,10 @@ def test_another_keeper_never_gets_spans_that_are_still_to_be_taken_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The death of one keeper is dealt with completely before the next can be started."""
-    fail_all = Keepers._on_exit
+    fail_all = KeeperClient._on_exit
     order: list[str] = []
 
-    def slow_exit(self: Keepers, *arguments: Any) -> None:
+    def slow_exit(self: KeeperClient, *arguments: Any) -> None:
         order.append("exit")
         fail_all(self, *arguments)
 
@@ -41,7 +41,7 @@ def test_another_keeper_never_gets_spans_that_are_still_to_be_taken_back(
         threading.Event().wait(0.3)
         give_back_all(self)
 
-    monkeypatch.setattr(Keepers, "_on_exit", slow_exit)
+    monkeypatch.setattr(KeeperClient, "_on_exit", slow_exit)
     monkeypatch.setattr(Arena, "give_back_all", slow_give_back)
     weights = torch.zeros(COUNT)
     with Checkpointer(tmp_path, arena="64MiB", on_error="warn") as checkpointer:

@@ -15,7 +15,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import stillframe
-from stillframe import Checkpointer, StillframeError
+from stillframe import Checkpointer, StillframeError, version
 
 RANK = int(os.environ["RANK"])
 WORLD = int(os.environ["WORLD_SIZE"])
@@ -54,10 +54,10 @@ def other_root(root: str) -> None:
 
 
 def other_version(root: str) -> None:
-    ours = stillframe.__version__
-    stillframe.__version__ = "9.9.9" if RANK == 1 else ours
+    ours = version.VERSION
+    version.VERSION = "9.9.9" if RANK == 1 else ours
     told(lambda: Checkpointer(root, deadline_s=5))
-    stillframe.__version__ = ours
+    version.VERSION = ours
 
 
 def missing_rank(root: str) -> None:

@@ -13,18 +13,22 @@ from torch._C._distributed_c10d import HashStore
 
 from stillframe.errors import ConfigError, DeadlineError, IntegrityError, MismatchError
 from stillframe.ranks import group
-from stillframe.ranks.group import Group, Outcome, check_same, join_group
+from stillframe.ranks.group import Answer, Group, check_same, join_group
 from tests.support import until
 
 
-@pytest.fixture
-def ranks(monkeypatch: pytest.MonkeyPatch) -> list[Group]:
-    store = HashStore()
+def life(store: Any, monkeypatch: pytest.MonkeyPatch) -> list[Group]:
+    """Three ranks, as three processes that have just started would be."""
     made = []
     for rank in range(3):
         monkeypatch.setattr(group, "_numbers", itertools.count(1))
         made.append(Group(rank, 3, store, deadline_s=5.0))
     return made
+
+
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch) -> list[Group]:
+    return life(HashStore(), monkeypatch)
 
 
 def together(ranks: list[Group], work: Callable[[Group], Any]) -> list[Any]:
@@ -40,8 +44,8 @@ def together(ranks: list[Group], work: Callable[[Group], Any]) -> list[Any]:
         return list(pool.map(one, ranks))
 
 
-def total(outcomes: list[Outcome]) -> int:
-    return sum(int(each.value) for each in outcomes)
+def total(answers: list[Answer]) -> int:
+    return sum(int(each.value) for each in answers)
 
 
 def test_every_rank_gets_the_verdict_of_rank_0(ranks: list[Group]) -> None:
@@ -50,8 +54,8 @@ def test_every_rank_gets_the_verdict_of_rank_0(ranks: list[Group]) -> None:
 
 
 def test_an_error_of_the_judge_is_raised_on_every_rank(ranks: list[Group]) -> None:
-    def judge(outcomes: list[Outcome]) -> int:
-        check_same("colour", [each.value for each in outcomes])
+    def judge(answers: list[Answer]) -> int:
+        check_same("colour", [each.value for each in answers])
         return 0
 
     found = together(ranks, lambda each: each.decide("painting", lambda: "red" if each.rank else "blue", judge, int))
@@ -66,8 +70,8 @@ def test_a_rank_keeps_its_own_error_and_the_others_hear_of_it(ranks: list[Group]
             raise MismatchError("it does not fit here")
         return rank
 
-    def judge(outcomes: list[Outcome]) -> int:
-        assert [type(each.error) for each in outcomes] == [type(None), MismatchError, type(None)]
+    def judge(answers: list[Answer]) -> int:
+        assert [type(each.error) for each in answers] == [type(None), MismatchError, type(None)]
         raise MismatchError("on rank 1")
 
     first, own, third = together(ranks, lambda each: each.decide("fitting", lambda: say(each.rank), judge, int))
@@ -79,8 +83,8 @@ def test_any_exception_of_a_rank_reaches_the_others(ranks: list[Group]) -> None:
     def say(rank: int) -> int:
         return 1 // rank  # a bug on rank 0
 
-    def judge(outcomes: list[Outcome]) -> int:
-        raise IntegrityError(str(outcomes[0].error))
+    def judge(answers: list[Answer]) -> int:
+        raise IntegrityError(str(answers[0].error))
 
     found = together(ranks, lambda each: each.decide("dividing", lambda: say(each.rank), judge, int))
     assert isinstance(found[0], ZeroDivisionError)
@@ -103,6 +107,19 @@ def test_if_rank_0_does_not_come_the_others_say_so(ranks: list[Group], monkeypat
     for error in together(ranks[1:], lambda each: each.decide("waiting", lambda: 1, total, int)):
         assert isinstance(error, DeadlineError)
         assert "rank 0 did not answer" in str(error)
+
+
+def test_what_an_earlier_life_left_in_the_store_is_not_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = HashStore()
+    monkeypatch.setattr(group, "_VERDICT_S", 0.1)
+    first, second, third = (life(store, monkeypatch) for _ in range(3))
+    assert together(first, lambda each: each.decide("adding", lambda: each.rank, total, int)) == [3, 3, 3]
+    for each in second:
+        each.deadline_s = 0.1
+    for error in together(second[1:], lambda each: each.decide("calling", lambda: 1, total, int)):  # and then killed
+        assert isinstance(error, DeadlineError)
+    for _ in range(2):
+        assert together(third, lambda each: each.decide("adding", lambda: each.rank + 10, total, int)) == [33, 33, 33]
 
 
 def test_the_newest_step_that_all_have_sealed(ranks: list[Group]) -> None:

@@ -50,9 +50,9 @@ def make_app(names: Iterable[str] = COMMANDS) -> typer.Typer:
 
 def _version(is_asked: bool) -> None:
     if is_asked:
-        import stillframe
+        from stillframe.version import VERSION
 
-        output.say(f"stillframe {stillframe.__version__}")
+        output.say(f"stillframe {VERSION}")
         raise typer.Exit
 
 

@@ -6,8 +6,8 @@ Written by the keeper, beside its work: a line for each save when it is over, on
 before, one a second while bytes are on their way.  Times are seconds of the Unix epoch by the writer's clock.
 
 Promise: events tell about checkpoints and decide nothing.  They are not made durable, a line that cannot be written
-is lost, and one that cannot be read is passed over.  A file that has grown to ``MAX_BYTES`` makes room for a new one,
-and the one before that goes.
+is lost, and one that cannot be read is passed over.  At ``MAX_BYTES`` a file is rotated to
+``.1``; the previous ``.1`` is deleted.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class _Event(msgspec.Struct, frozen=True, tag_field="kind", tag=str.lower):
     """When it was written."""
 
 
-class Run(_Event, frozen=True):
+class KeeperStarted(_Event, frozen=True, tag="run"):
     """A keeper began to work."""
 
     rank: int
@@ -89,7 +89,7 @@ class InFlight(msgspec.Struct, frozen=True):
     flushed_bytes: int
 
 
-class Progress(_Event, frozen=True):
+class SavesInFlight(_Event, frozen=True, tag="progress"):
     """How far the saves in flight have come."""
 
     saves: list[InFlight]
@@ -104,7 +104,7 @@ class End(_Event, frozen=True):
     """The trainer said so; else it was gone."""
 
 
-Event = Union[Run, Save, Updates, Restore, Progress, End]  # noqa: UP007
+Event = Union[KeeperStarted, Save, Updates, Restore, SavesInFlight, End]  # noqa: UP007
 _decoder = msgspec.json.Decoder(Event)
 
 

@@ -1,12 +1,22 @@
-"""stillframe inside other loops: their interfaces above, stillframe's public names below; no I/O, no threads."""
+"""stillframe inside other loops, a folder each: their interfaces above, stillframe's public names below.
+
+They start no threads, and leave all checkpoint bytes to stillframe.  Files of their own there are only for DeepSpeed:
+``deepspeed/files.py`` writes its plain files, ``deepspeed`` reads the small ones that name a tag.
+"""
 
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING
 
+if TYPE_CHECKING:
+    from stillframe.integrations import dcp as dcp
+    from stillframe.integrations import deepspeed as deepspeed
+else:
 
-def __getattr__(name: str) -> Any:
-    if name in ("dcp", "deepspeed"):
-        return importlib.import_module(f"stillframe.integrations.{name}")
-    raise AttributeError(f"module 'stillframe.integrations' has no attribute {name!r}")
+    def __getattr__(name: str) -> ModuleType:
+        """Each is imported when first used: it needs the loop that it serves."""
+        if name in ("dcp", "deepspeed"):
+            return importlib.import_module(f"stillframe.integrations.{name}")
+        raise AttributeError(f"module 'stillframe.integrations' has no attribute {name!r}")

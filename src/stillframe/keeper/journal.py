@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-import stillframe
+from stillframe import version
 from stillframe.checkpoint.events import MAX_BYTES, event_files, event_key, read_events
 from stillframe.errors import StorageError
 from stillframe.format import events
@@ -37,9 +37,9 @@ class Journal:
     def __init__(self, terms: Terms, rank: int, keep: Keep, saves: Callable[[], Sequence[SegmentWriter]]) -> None:
         self._terms = terms
         self._rank = rank
-        self._run = events.Run(
+        self._run = events.KeeperStarted(
             time.time(), rank, terms.world_size, terms.attempt, socket.gethostname(), os.getpid(),
-            stillframe.__version__, keep.last, keep.every,
+            version.VERSION, keep.last, keep.every,
         )  # fmt: skip
         self._log: EventLog | None = None
         self._saves = saves
@@ -73,11 +73,11 @@ class Journal:
 
     def ended(self, save: SegmentWriter, committed_s: float | None, error: str = "") -> None:
         """A save is committed, or has failed."""
-        begin = save.begin
+        begin, sent = save.begin, save.begin.telemetry
         self._write(
             events.Save(
                 time.time(), begin.step, "failed" if committed_s is None else "committed", begin.data_bytes,
-                begin.requested_s + self._unix_s, self._unix(begin.returned_s), self._unix(begin.stage_begin_s),
+                begin.requested_s + self._unix_s, self._unix(sent.returned_s), self._unix(sent.stage_begin_s),
                 self._unix(save.staged_s), self._unix(save.flush_begin_s), self._unix(save.sealed_s),
                 self._unix(committed_s), error,
             )
@@ -93,7 +93,7 @@ class Journal:
             self._told_s = now
         saves = [self._in_flight(save) for save in self._saves()]
         used = sum(save.staged_bytes - save.flushed_bytes for save in saves)
-        self._write(events.Progress(time.time(), saves, self.arena_bytes, used))
+        self._write(events.SavesInFlight(time.time(), saves, self.arena_bytes, used))
 
     def close(self, is_orphan: bool) -> None:
         if self._log is not None:
@@ -119,7 +119,7 @@ class EventLog:
     ``head``: what every file of the log begins with.
     """
 
-    def __init__(self, store: PosixStore, key: str, head: events.Run) -> None:
+    def __init__(self, store: PosixStore, key: str, head: events.KeeperStarted) -> None:
         self._store = store
         self._key = key
         self._head = head

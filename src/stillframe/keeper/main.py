@@ -32,8 +32,7 @@ from stillframe.keeper.journal import Journal
 from stillframe.keeper.retention import Pruner, remove_spares, sweep
 from stillframe.keeper.segment import Fingerprint, SegmentWriter, State, read_draft, report_failure
 from stillframe.link import messages
-from stillframe.link.channel import Channel
-from stillframe.link.messages import FromKeeper, FromTrainer
+from stillframe.link.messages import Channel, FromKeeper, FromTrainer
 from stillframe.model import CHUNK_BYTES
 from stillframe.retention import Keep
 from stillframe.store.posix import PosixStore
@@ -191,7 +190,7 @@ class Keeper:
         self._complete_step = max(self._complete_step, message.complete_step)
         self._pruner.begun(message.step)
         save.guard(self._lock_root)
-        self._journal.updates(message.updates)
+        self._journal.updates(message.telemetry.updates)
         self._journal.progress(is_news=True)
         save.pending.append(self._writers.submit(save.guard, save.open))
 
@@ -264,7 +263,7 @@ class Keeper:
         return self._terms.world_size == 1 or self._catalog.rank is not None
 
     def _tell_waiting(self, number: int, ranks: list[int]) -> None:
-        self._tell(messages.Waiting(number, tuple(ranks[:_MAX_TOLD])))
+        self._tell(messages.AwaitingRanks(number, tuple(ranks[:_MAX_TOLD])))
         self._journal.progress()
 
     def _steps_in_flight(self) -> set[int]:

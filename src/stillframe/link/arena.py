@@ -70,7 +70,7 @@ class Arena:
         return span
 
     def give_back(self, span: int) -> None:
-        """Freed spans are used again first: they are warm in the cache and already touched."""
+        """Free the span.  It is the next one taken: it is warm in the cache and already faulted in."""
         with self._changed:
             if span in self._lent:
                 self._lent.remove(span)
@@ -119,7 +119,7 @@ class Arena:
         self._untouched.discard(span)
 
     def close(self) -> None:
-        """The memory goes when the last view of it and the keeper's descriptor do."""
+        """Close this end.  The memory is freed when the keeper and the last view of it are gone, too."""
         fd, self.fd = self.fd, -1
         if fd >= 0:
             os.close(fd)

@@ -1,18 +1,37 @@
-"""Every message between the trainer and the keeper; small, typed, one packet each.
+"""Every message between the trainer and the keeper, and the channel that carries them: small, typed, one packet each.
 
 Trainer → keeper: ``Attach`` once (with the arena); per save ``Begin`` (with the draft of the seal in a
 memfd), ``Chunk`` …, then ``Staged`` or ``Abandon``; ``Restored`` after a restore; ``Close`` at the end.
-Keeper → trainer: ``Ready`` once; per save ``Flushed`` …, ``Sealed``, ``Waiting`` … for other ranks, and
+Keeper → trainer: ``Ready`` once; per save ``Flushed`` …, ``Sealed``, ``AwaitingRanks`` …, and
 ``Committed`` or ``Failed``.
 """
 
 from __future__ import annotations
 
-from typing import Union
+import array
+import socket
+from typing import Generic, TypeVar, Union
 
 import msgspec
 
 from stillframe.model import Label
+
+_MAX_PACKET = 64 * 1024
+_In = TypeVar("_In")
+_Out = TypeVar("_Out")
+
+Updates = tuple[tuple[float, float], ...]
+"""Optimizer updates: when each was about to begin (monotonic clock), and how long the fence held it back."""
+
+
+class Telemetry(msgspec.Struct, frozen=True, array_like=True):
+    """What the trainer wants in the keeper's journal; no byte of a checkpoint depends on it."""
+
+    returned_s: float | None = None
+    """When ``save()`` returned."""
+    stage_begin_s: float | None = None
+    updates: Updates = ()
+    """Since the save before."""
 
 
 class _Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -38,11 +57,7 @@ class Begin(_Message, frozen=True):
     """Names the layout: only where it is the same are two saves' bytes comparable."""
     lazy: tuple[tuple[int, int], ...]
     """The byte ranges of the data that were staged lazily."""
-    returned_s: float | None = None
-    """When ``save()`` returned."""
-    stage_begin_s: float | None = None
-    updates: tuple[tuple[float, float], ...] = ()
-    """Since the save before: when each update was about to begin, and how long its fence waited."""
+    telemetry: Telemetry = Telemetry()
     label: Label | None = None
     complete_step: int = -1
     """In a root that is not shared: the newest step that every rank is known to have sealed."""
@@ -85,7 +100,7 @@ class Restored(_Message, frozen=True):
 class Close(_Message, frozen=True):
     """No more saves: finish and go."""
 
-    updates: tuple[tuple[float, float], ...] = ()
+    updates: Updates = ()
 
 
 class Ready(_Message, frozen=True):
@@ -107,7 +122,7 @@ class Sealed(_Message, frozen=True):
     is_unchanged: bool
 
 
-class Waiting(_Message, frozen=True):
+class AwaitingRanks(_Message, frozen=True):
     """A sealed save waits for other ranks; said now and then, so that silence still means a keeper that hangs."""
 
     save: int
@@ -139,4 +154,37 @@ class Refused(_Message, frozen=True):
 
 
 FromTrainer = Union[Attach, Begin, Chunk, Staged, Abandon, Restored, Close]  # noqa: UP007
-FromKeeper = Union[Ready, Flushed, Sealed, Waiting, Committed, Failed, Notice, Refused]  # noqa: UP007
+FromKeeper = Union[Ready, Flushed, Sealed, AwaitingRanks, Committed, Failed, Notice, Refused]  # noqa: UP007
+
+
+class Channel(Generic[_In, _Out]):
+    """One end of the SEQPACKET socket: whole messages, in order, each optionally with a file descriptor.
+
+    Thread: any may send; one may receive.
+    """
+
+    def __init__(self, end: socket.socket, incoming: object) -> None:
+        self.socket = end
+        self._decoder = msgspec.msgpack.Decoder(incoming)
+
+    def send(self, message: _Out, fd: int | None = None, *, flags: int = 0) -> None:
+        """Blocks while the other side's queue is full.  Raises ``OSError`` when it is gone."""
+        data = msgspec.msgpack.encode(message)
+        assert len(data) <= _MAX_PACKET, "messages are small; large things travel in a memfd"
+        ancillary = [] if fd is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))]
+        self.socket.sendmsg([data], ancillary, flags | socket.MSG_NOSIGNAL)
+
+    def receive(self, *, flags: int = 0) -> tuple[_In, int | None] | None:
+        """The next message and the descriptor that came with it; ``None`` when the other side is gone."""
+        data, ancillary, _, _ = self.socket.recvmsg(_MAX_PACKET, socket.CMSG_SPACE(4), flags | socket.MSG_CMSG_CLOEXEC)
+        if not data:
+            return None
+        fds = array.array("i")
+        for level, kind, payload in ancillary:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
+        message: _In = self._decoder.decode(data)
+        return message, fds[0] if fds else None
+
+    def close(self) -> None:
+        self.socket.close()

@@ -1,4 +1,4 @@
-"""How large the arena is: what the user said, or what the first state needs and the machine has."""
+"""How large the arena is: as the user says, or as the first state needs and the machine can give."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SPARE_SPANS = 2
 
 
 def arena_of(given: int | str) -> tuple[Arena | None, Callable[[int], Arena]]:
-    """The arena as given, or what makes one when the first state is known; raises :class:`ConfigError`."""
+    """An arena of the size given, or None for "auto"; and what makes one for the first state.  Raises: ConfigError."""
     if isinstance(given, str) and given.startswith("auto"):
         most = None if given == "auto" else parse_bytes(given.removeprefix("auto:"), "arena")
         return None, lambda state_bytes: auto_arena(state_bytes, most)
@@ -37,8 +37,10 @@ def fixed_arena(size: int) -> Arena:
 
 
 def auto_arena(state_bytes: int, most: int | None = None) -> Arena:
-    """Room for one state and a little more, so that the next save can begin; less, and says so, if memory is short, or
-    if ``most`` is less."""
+    """Room for one state and a little more, so that the next save can begin; at most ``most`` bytes.
+
+    If memory is short, half of what is available, with a warning.
+    """
     wanted = (-(-state_bytes // CHUNK_BYTES) + _SPARE_SPANS) * CHUNK_BYTES
     if most is not None:
         wanted = min(wanted, max(most, 2 * CHUNK_BYTES))

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from stillframe.checkpoint.events import event_files, read_events
 from stillframe.checkpoint.survey import check_root
-from stillframe.format.events import End, Event, Progress, Restore, Run, Save, Update, Updates
+from stillframe.format.events import End, Event, KeeperStarted, Restore, Save, SavesInFlight, Update, Updates
 from stillframe.store import open_store
 
 _UNUSUAL = 20
@@ -26,17 +26,17 @@ class RankHistory:
 
     rank: int
     attempt: str
-    started: Run | None = None
+    started: KeeperStarted | None = None
     saves: list[Save] = field(default_factory=list)
     updates: list[Update] = field(default_factory=list)
     restores: list[Restore] = field(default_factory=list)
-    progress: Progress | None = None
+    progress: SavesInFlight | None = None
     """The newest."""
     end: End | None = None
 
     def add(self, events: Iterable[Event]) -> None:
         for event in events:
-            if isinstance(event, Run):
+            if isinstance(event, KeeperStarted):
                 self.started = self.started or event
                 self.end = None
             elif isinstance(event, Save):
@@ -45,7 +45,7 @@ class RankHistory:
                 self.updates += event.updates
             elif isinstance(event, Restore):
                 self.restores.append(event)
-            elif isinstance(event, Progress):
+            elif isinstance(event, SavesInFlight):
                 self.progress = event
             else:
                 self.end = event

@@ -10,10 +10,10 @@ from collections.abc import Callable
 
 import msgspec
 
-import stillframe
+from stillframe import version
 from stillframe.checkpoint.catalog import Catalog
 from stillframe.errors import ConfigError
-from stillframe.ranks.group import Group, Outcome, check_same
+from stillframe.ranks.group import Answer, Group, check_same
 from stillframe.retention import Keep
 
 NODE = "{node}"
@@ -36,8 +36,8 @@ class _Newest(msgspec.Struct, frozen=True):
     step: int
 
 
-def resolve_root(root: str | os.PathLike[str], shared: bool | None, group: Group) -> tuple[str, bool]:
-    """The directory of this rank, and whether all ranks see the same one."""
+def resolve_root(root: str | os.PathLike[str], shared: bool | None, group: Group) -> Catalog:
+    """The root of this rank; ``rank`` in it is None if all ranks see the same one.  Raises :class:`ConfigError`."""
     if shared is not None and not isinstance(shared, bool):
         raise ConfigError(f"shared={shared!r}: give True, False or None")
     text = os.fspath(root)
@@ -50,10 +50,14 @@ def resolve_root(root: str | os.PathLike[str], shared: bool | None, group: Group
         text = text.replace(NODE, os.environ.get("STILLFRAME_NODE") or socket.gethostname())
     if re.search(r"\{\w*\}", text):
         raise ConfigError(f"root={text!r}: {NODE} is the only thing in braces that is replaced")
-    return text, shared is not False or group.world_size == 1
+    is_shared = shared is not False or group.world_size == 1
+    catalog = Catalog(text, None if is_shared else group.rank)
+    if catalog.root.exists() and not catalog.root.is_dir():
+        raise ConfigError(f"root={str(catalog.root)!r} is a file; give a directory")
+    return catalog
 
 
-def agree_on_attempt(group: Group, catalog: Catalog, keep: Keep | None) -> str:
+def agree_on_attempt(group: Group, catalog: Catalog, keep: Keep) -> str:
     """The id of this attempt, the same on every rank.  Blocks until all ranks are here.
 
     Raises: :class:`ConfigError` naming the ranks that differ; :class:`DeadlineError` naming those that did not come.
@@ -62,14 +66,14 @@ def agree_on_attempt(group: Group, catalog: Catalog, keep: Keep | None) -> str:
     hello = _Hello(
         root=str(catalog.root) if is_shared else "",
         shared=is_shared,
-        version=stillframe.__version__,
+        version=version.VERSION,
         world_size=group.world_size,
         keep=repr(keep),
         deadline_s=group.deadline_s,
     )
 
-    def judge(outcomes: list[Outcome]) -> _Attempt:
-        hellos = [msgspec.convert(each.value, _Hello, from_attributes=True) for each in outcomes]
+    def judge(answers: list[Answer]) -> _Attempt:
+        hellos = [msgspec.convert(each.value, _Hello, from_attributes=True) for each in answers]
         for name in _Hello.__struct_fields__:
             check_same(name, [getattr(each, name) for each in hellos])
         return _Attempt(secrets.token_hex(4))
@@ -84,10 +88,10 @@ def agree_on_next(group: Group, catalog: Catalog, settle: Callable[[], None]) ->
         settle()
         return max(catalog.step_dirs(), default=-1)
 
-    def judge(outcomes: list[Outcome]) -> _Newest:
-        for each in outcomes:
+    def judge(answers: list[Answer]) -> _Newest:
+        for each in answers:
             if each.error is not None:
                 raise each.error
-        return _Newest(max(each.value for each in outcomes))
+        return _Newest(max(each.value for each in answers))
 
     return group.decide(f"looking for the newest step in {catalog.root}", look, judge, _Newest).step + 1

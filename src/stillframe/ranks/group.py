@@ -4,8 +4,9 @@ A store (the key-value server that every torch.distributed job has) can be waite
 which ranks are missing; a collective can only hang.  Ranks agree in two places, both on the training thread:
 when a checkpointer is made, and in ``restore``.  ``save`` never talks.
 
-A store may hold what an earlier life of this job has left there: torchrun keeps it when it restarts the workers. So
-ranks first find one another (:meth:`Group._session`), and everything they say after is under a name made up then.
+A store may hold what an earlier life of this job has left there: torchrun keeps it when it restarts the workers.  So
+rank 0 makes up a name for this life, under which everything is said.  The others get it by a call: each sets a random
+number, and rank 0 answers under that number while it waits for the first round.
 
 There is one primitive, :meth:`Group.decide`: every rank says something, rank 0 judges, all get the verdict.
 Its cost per rank does not grow with the number of ranks, but for rank 0, which reads what each has said.
@@ -49,15 +50,15 @@ _numbers = itertools.count(1)
 
 
 class _Said(msgspec.Struct, frozen=True):
-    """What a rank says: a value, or the error that keeps it from saying one."""
+    """What a rank says, as it stands in the store: a value, or the error that keeps it from saying one."""
 
     value: msgspec.Raw = msgspec.Raw(b"null")
     error: tuple[str, str] | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """What one rank brought to a decision."""
+class Answer:
+    """What one rank said in a round, or why it could not."""
 
     rank: int
     value: Any
@@ -85,6 +86,8 @@ class Group:
         self._prefix = f"stillframe/{next(_numbers) if world_size > 1 else 0}"
         self._rounds = itertools.count(1)
         self._name = ""
+        self._answered: dict[int, str] = {}
+        self._have_met = False
         self._sealed: list[int] = []
         self._complete = -1
         self._asking: Future[None] | None = None
@@ -104,7 +107,7 @@ class Group:
         self,
         about: str,
         say: Callable[[], Any],
-        judge: Callable[[list[Outcome]], _T],
+        judge: Callable[[list[Answer]], _T],
         into: type[_T],
     ) -> _T:
         """Every rank says something; rank 0 judges; all get its verdict, or all raise.
@@ -123,7 +126,7 @@ class Group:
         if self.world_size == 1:
             if own is not None and not isinstance(own, StillframeError):
                 raise own
-            return judge([Outcome(0, value, own)])
+            return judge([Answer(0, value, own)])
         said = _Said(msgspec.Raw(msgspec.json.encode(value)), _record(own) if own else None)
         exchange = self._aside(lambda: self._exchange(about, said, judge))
         if not wait([exchange], 2 * (self.deadline_s + _VERDICT_S)).done:
@@ -158,122 +161,85 @@ class Group:
         while True:
             self._turns.get()()
 
-    def _exchange(self, about: str, said: _Said, judge: Callable[[list[Outcome]], Any]) -> _Said:
-        key = f"{self._session(about)}/{next(self._rounds)}"
+    def _exchange(self, about: str, said: _Said, judge: Callable[[list[Answer]], Any]) -> _Said:
+        if not self._name:
+            self._name = f"{self._prefix}/{secrets.token_hex(8)}" if self.rank == 0 else self._ask_name(about)
+        key = f"{self._name}/{next(self._rounds)}"
         self._store.set(f"{key}/{self.rank}", msgspec.json.encode(said))
         if self.rank != 0:
-            return self._verdict(key, about)
+            return msgspec.json.decode(self._get(f"{key}/verdict", about), type=_Said)
         verdict = self._judge(key, about, judge)
         self._store.set(f"{key}/verdict", msgspec.json.encode(verdict))
         return verdict
 
-    def _session(self, about: str) -> str:
-        """A name that only the ranks of this life know.
+    def _ask_name(self, about: str) -> str:
+        """The name that rank 0 has made up for this life of the job, given under a number that only this rank knows."""
+        call = secrets.token_hex(8)
+        self._store.set(f"{self._prefix}/call/{self.rank}", call)
+        return self._get(f"{self._prefix}/answer/{call}", about).decode()
 
-        Each calls out a number that it has made up; rank 0 answers every call with the name; who has heard it says so
-        under it.  A call from an earlier life is answered, too, and heard by nobody.
+    def _answer_calls(self, keys: dict[int, str]) -> dict[int, str]:
+        """Rank 0, before the ranks have met: tell the name to those that ask for it; returns the keys still missing.
+
+        A call from an earlier life of the job is answered, too, and read by nobody.
         """
-        if self._name:
-            return self._name
-        if self.rank == 0:
-            name = f"{self._prefix}/{secrets.token_hex(8)}"
-            self._answer(name, about)
-        else:
-            call = secrets.token_hex(8)
-            self._store.set(f"{self._prefix}/call/{self.rank}", call)
-            answer = f"{self._prefix}/answer/{call}"
-            if not self._wait([answer], self.deadline_s + _VERDICT_S, about):
-                raise self._silence(about)
-            name = self._store.get(answer).decode()
-            self._store.set(f"{name}/here/{self.rank}", b"1")
-            if not self._wait([f"{name}/all"], self.deadline_s + _VERDICT_S, about):
-                raise self._silence(about)
-            missing = self._store.get(f"{name}/all").decode()
-            if missing:
-                raise DeadlineError(missing)
-        self._name = name
-        return name
+        missing = {rank: key for rank, key in keys.items() if not self._store.check([key])}
+        for rank in missing:
+            call = f"{self._prefix}/call/{rank}"
+            if self._store.check([call]):
+                number = self._store.get(call).decode()
+                if self._answered.get(rank) != number:
+                    self._answered[rank] = number
+                    self._store.set(f"{self._prefix}/answer/{number}", self._name)
+        return missing
 
-    def _answer(self, name: str, about: str) -> None:
-        """Rank 0: answer every call until all have heard; raises, here and there, if some do not come."""
-        began = time.monotonic()
-        is_told = False
-        answered: dict[int, bytes] = {}
-        missing = list(range(1, self.world_size))
-        pause_s = _FIRST_S
-        while True:
-            missing = [rank for rank in missing if not self._store.check([f"{name}/here/{rank}"])]
-            if not missing or time.monotonic() - began > self.deadline_s:
-                break
-            for rank in missing:
-                if self._store.check([f"{self._prefix}/call/{rank}"]):
-                    call = self._store.get(f"{self._prefix}/call/{rank}")
-                    if answered.get(rank) != call:
-                        answered[rank] = call
-                        self._store.set(f"{self._prefix}/answer/{call.decode()}", name)
-            if time.monotonic() - began > _TELL_S and not is_told:
-                is_told = True
-                self._tell(about, missing)
-            time.sleep(pause_s)
-            pause_s = min(pause_s * 1.5, _LONGEST_S)
-        error = self._absence(missing, about) if missing else None
-        self._store.set(f"{name}/all", str(error) if error else "")
-        if error:
-            raise error
-
-    def _tell(self, about: str, missing: list[int]) -> None:
-        logger.warning(
-            "%s: rank %d is waiting for %s (up to %g s)", about, self.rank, format_ranks(missing), self.deadline_s
-        )
-
-    def _absence(self, missing: list[int], about: str) -> DeadlineError:
-        return DeadlineError(
-            f"{about}: {format_ranks(missing)} of {self.world_size} did not come within {self.deadline_s:g} s; "
-            "every rank must make the checkpointer, and restore, in the same order"
-        )
-
-    def _silence(self, about: str) -> DeadlineError:
-        return DeadlineError(
-            f"{about}: rank 0 did not answer within {self.deadline_s + _VERDICT_S:g} s; is it still there? "
-            "Every rank must make the checkpointer, and restore, in the same order"
-        )
-
-    def _judge(self, key: str, about: str, judge: Callable[[list[Outcome]], Any]) -> _Said:
-        keys = [f"{key}/{rank}" for rank in range(self.world_size)]
+    def _judge(self, key: str, about: str, judge: Callable[[list[Answer]], Any]) -> _Said:
+        keys = {rank: f"{key}/{rank}" for rank in range(self.world_size)}
         try:
-            if not self._wait(keys, self.deadline_s, about):
-                missing = [rank for rank, each in enumerate(keys) if not self._store.check([each])]
-                raise self._absence(missing, about)
-            outcomes = []
-            for rank, data in enumerate(self._store.multi_get(keys)):
+            self._wait(keys, self.deadline_s, about)
+            answers = []
+            for rank, data in enumerate(self._store.multi_get(list(keys.values()))):
                 said = msgspec.json.decode(data, type=_Said)
                 error = errors.from_record(*said.error) if said.error else None
-                outcomes.append(Outcome(rank, msgspec.json.decode(said.value), error))
-            return _Said(msgspec.Raw(msgspec.json.encode(judge(outcomes))))
+                answers.append(Answer(rank, msgspec.json.decode(said.value), error))
+            return _Said(msgspec.Raw(msgspec.json.encode(judge(answers))))
         except Exception as error:  # also one of ours: the others must not wait for a verdict that never comes
             return _Said(error=_record(error))
 
-    def _verdict(self, key: str, about: str) -> _Said:
-        if not self._wait([f"{key}/verdict"], self.deadline_s + _VERDICT_S, about):
-            raise self._silence(about)
-        return msgspec.json.decode(self._store.get(f"{key}/verdict"), type=_Said)
+    def _get(self, key: str, about: str) -> bytes:
+        """What rank 0 says under this key."""
+        self._wait({0: key}, self.deadline_s + _VERDICT_S, about)
+        value: bytes = self._store.get(key)
+        return value
 
-    def _wait(self, keys: Sequence[str], timeout_s: float, about: str) -> bool:
-        """Whether they all came in time.  Looks now and then (a wait of the store's own cannot be interrupted)."""
+    def _wait(self, keys: dict[int, str], timeout_s: float, about: str) -> None:
+        """Until every key is there, each given with the rank that sets it.
+
+        Polls: a wait of the store's own cannot be interrupted.  Raises: :class:`DeadlineError`, naming missing ranks.
+        """
         began = time.monotonic()
         is_told = False
         pause_s = _FIRST_S
-        while not self._store.check(list(keys)):
+        while keys and not self._store.check(list(keys.values())):
+            if self.rank == 0 and not self._have_met:
+                keys = self._answer_calls(keys)
             waited_s = time.monotonic() - began
-            if waited_s > timeout_s:
-                return False
-            if waited_s > _TELL_S and not is_told:
+            if waited_s > timeout_s or (waited_s > _TELL_S and not is_told):
+                missing = format_ranks(rank for rank, key in keys.items() if not self._store.check([key]))
+                if waited_s > timeout_s:
+                    raise self._late(missing, timeout_s, about)
                 is_told = True
-                missing = [rank for rank, each in enumerate(keys) if not self._store.check([each])]
-                self._tell(about, missing if self.rank == 0 else [0])
+                logger.warning("%s: rank %d is waiting for %s (up to %g s)", about, self.rank, missing, timeout_s)
             time.sleep(pause_s)
             pause_s = min(pause_s * 1.5, _LONGEST_S)
-        return True
+        self._have_met = True
+
+    def _late(self, missing: str, timeout_s: float, about: str) -> DeadlineError:
+        if self.rank == 0:
+            what = f"{missing} of {self.world_size} did not come within {timeout_s:g} s"
+        else:
+            what = f"rank 0 did not answer within {timeout_s:g} s (is it still there?)"
+        return DeadlineError(f"{about}: {what}; every rank must make the checkpointer, and restore, in the same order")
 
     # --- roots that are not shared ---------------------------------------------------------
 

@@ -20,7 +20,7 @@ from stillframe.checkpoint.catalog import Catalog
 from stillframe.checkpoint.stored import Stored
 from stillframe.errors import IntegrityError, MismatchError, NotFoundError, StorageError
 from stillframe.model import RestoreReport, SkippedStep
-from stillframe.ranks.group import Group, Outcome, check_same
+from stillframe.ranks.group import Answer, Group, check_same
 from stillframe.restore.match import Match
 from stillframe.units import format_ranks
 
@@ -95,7 +95,7 @@ class Resume:
             seen = seen if self._group.rank == 0 else seen[-1:]
         return _Offer(self._asked, self._strict, [each for each in seen if each[0] not in skipped])
 
-    def _judge_offers(self, outcomes: list[Outcome]) -> _Choice:
+    def _judge_offers(self, outcomes: list[Answer]) -> _Choice:
         _raise_errors(outcomes)
         offers = [msgspec.convert(each.value, _Offer, from_attributes=True) for each in outcomes]
         check_same("step", [offer.step for offer in offers])
@@ -221,7 +221,7 @@ class Resume:
             )
 
 
-def _judge_health(outcomes: list[Outcome]) -> _Health:
+def _judge_health(outcomes: list[Answer]) -> _Health:
     damaged = [each for each in outcomes if isinstance(each.error, IntegrityError)]
     _raise_errors([each for each in outcomes if each not in damaged])
     if not damaged:
@@ -231,7 +231,7 @@ def _judge_health(outcomes: list[Outcome]) -> _Health:
     return _Health(f"on {format_ranks(each.rank for each in damaged)}: {damaged[0].error}")
 
 
-def _raise_errors(outcomes: Sequence[Outcome]) -> None:
+def _raise_errors(outcomes: Sequence[Answer]) -> None:
     """One error for what the ranks have met, of the kind that the first has met."""
     failed = [each for each in outcomes if each.error is not None]
     if failed:

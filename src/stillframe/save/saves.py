@@ -1,21 +1,27 @@
-"""The saves of one checkpointer: the phase of each, its error, and what they add up to.
+"""The book of saves: the phase of each, its error, and what they add up to.
 
 One lock guards everything here; every change wakes all waiters.  A save's failure is kept until
-somebody is told: the owner of the :class:`Save`, or the next ``save``, ``wait`` or ``close``.
+somebody is told: the owner of the :class:`Save`, or the next ``save``, ``wait`` or ``close``; or,
+with ``on_error="warn"``, it is logged at once.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import logging
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 from stillframe.errors import BusyError, ConfigError, DeadlineError, StillframeError
 from stillframe.model import PHASES, Phase, Progress, Stats, Times
 from stillframe.units import format_ranks
+
+logger = logging.getLogger("stillframe")
+
+_EXIT_S = 60.0
 
 
 def check_phase(phase: str) -> int:
@@ -27,10 +33,10 @@ def check_phase(phase: str) -> int:
 class Save:
     """One requested checkpoint, on its way through the phases.  Thread: safe from any."""
 
-    def __init__(self, ledger: Ledger, number: int, step: int, total_bytes: int, requested_s: float) -> None:
+    def __init__(self, saves: Saves, number: int, step: int, total_bytes: int, requested_s: float) -> None:
         self.step = step
         self.number = number
-        self._ledger = ledger
+        self._saves = saves
         self._total_bytes = total_bytes
         self._staged_bytes = 0
         self._flushed_bytes = 0
@@ -61,17 +67,19 @@ class Save:
 
         Raises: its error, if it failed; :class:`BusyError` if it was skipped; :class:`DeadlineError`.
         """
-        self._ledger.wait_for(self, phase, timeout_s)
+        self._saves.wait_for(self, phase, timeout_s)
 
     def __repr__(self) -> str:
         return f"<Save step={self.step} {self._phase}>"
 
 
-class Ledger:
-    """``before_wait`` runs ahead of every wait, on the waiting thread (an audit needs a turn there)."""
+class Saves:
+    """All saves of one checkpointer.  Thread: safe from any."""
 
-    def __init__(self, before_wait: Callable[[], None]) -> None:
-        self._before_wait = before_wait
+    def __init__(self, on_error: Literal["raise", "warn"]) -> None:
+        self._on_error = on_error
+        self.before_wait: Callable[[], None] | None = None
+        """Runs ahead of every wait, on the waiting thread (an audit needs a turn there)."""
         self._changed = threading.Condition()
         self._in_flight: dict[int, Save] = {}
         self._untold: list[Save] = []
@@ -88,6 +96,7 @@ class Ledger:
             return save
 
     def skip(self, step: int, requested_s: float) -> Save:
+        logger.warning("step %d is skipped: an earlier save still fills the arena", step)
         save = Save(self, -1, step, 0, requested_s)
         save._phase = "skipped"
         with self._changed:
@@ -126,8 +135,8 @@ class Ledger:
         if save is not None:
             self._advance(save, "sealed", sealed_s=at_s)
 
-    def waiting(self, number: int, ranks: tuple[int, ...]) -> int | None:
-        """The step, the first time that it is said of it."""
+    def awaiting_ranks(self, number: int, ranks: tuple[int, ...]) -> int | None:
+        """Note which ranks a sealed save waits for; returns its step the first time, for a warning."""
         with self._changed:
             save = self._in_flight.get(number)
             if save is None:
@@ -147,8 +156,8 @@ class Ledger:
             self._advance(save, "committed", committed_s=at_s)
         return save
 
-    def fail(self, number: int, error: StillframeError) -> Save | None:
-        """Tells which save it was; ``None`` if it had ended already."""
+    def fail(self, number: int, error: StillframeError) -> list[Save]:
+        """The save, for :meth:`tell_failed`; none if it had ended already."""
         with self._changed:
             save = self._in_flight.pop(number, None)
             if save is not None:
@@ -157,17 +166,23 @@ class Ledger:
                 self._untold.append(save)
                 self._count(failed=1)
             self._changed.notify_all()
-            return save
+            return [] if save is None else [save]
 
     def fail_unstaged(self, error: StillframeError) -> list[Save]:
-        """Give up those that are not staged yet; the others are the keeper's."""
+        """Fail the saves that are not staged; the keeper finishes the others."""
         numbers = [save.number for save in self.in_flight if save.phase == "captured"]
-        return [save for number in numbers if (save := self.fail(number, error)) is not None]
+        return [save for number in numbers for save in self.fail(number, error)]
 
     def fail_all(self, error: StillframeError) -> list[Save]:
         with self._changed:
             numbers = list(self._in_flight)
-        return [save for number in numbers if (save := self.fail(number, error)) is not None]
+        return [save for number in numbers for save in self.fail(number, error)]
+
+    def tell_failed(self, saves: list[Save]) -> None:
+        """With ``on_error="warn"``, log these failures.  Not done by :meth:`fail`, because a log handler may raise."""
+        if self._on_error == "warn":
+            for save in saves:
+                logger.warning("saving step %d failed; training goes on: %s", save.step, save.error)
 
     def fenced(self, blocked_s: float, has_waited: bool) -> None:
         with self._changed:
@@ -197,15 +212,34 @@ class Ledger:
             counts: dict[str, Any] = dict(self._counts)
             return Stats(in_flight=len(self._in_flight), **counts, **more)
 
-    def take_untold(self) -> list[Save]:
-        """The failed saves that nobody has been told of; they count as told from now on."""
+    def raise_untold(self) -> None:
+        """Raises the error of the first failed save that nobody has been told of; all count as told from now on."""
+        untold = self._take_untold()
+        if untold:
+            first = untold[0]
+            assert first.error is not None
+            others = f" (and {len(untold) - 1} more)" if len(untold) > 1 else ""
+            raise type(first.error)(f"saving step {first.step} failed{others}: {first.error}") from first.error
+
+    def stage_at_exit(self) -> None:
+        """Before the interpreter ends: wait until the keeper can finish alone, and log what nobody was told of."""
+        try:
+            self.wait_all("staged", _EXIT_S)
+        except StillframeError as error:
+            logger.warning("at exit: %s", error)
+        for save in self._take_untold():
+            logger.warning("saving step %d failed, and nobody was told: %s", save.step, save.error)
+
+    def _take_untold(self) -> list[Save]:
+        """None with ``on_error="warn"``: those have been logged."""
         with self._changed:
             untold, self._untold = self._untold, []
-            return untold
+            return untold if self._on_error == "raise" else []
 
     def wait_for(self, save: Save, phase: Phase, timeout_s: float | None) -> None:
         wanted = check_phase(phase)
-        self._before_wait()
+        if self.before_wait is not None:
+            self.before_wait()
         with self._changed:
             self._wait(lambda: _is_settled(save, wanted), timeout_s)
             if save in self._untold:
@@ -220,9 +254,10 @@ class Ledger:
             )
 
     def wait_all(self, phase: Phase, timeout_s: float | None) -> None:
-        """Until every save in flight has reached the phase, or failed.  Raises :class:`DeadlineError`."""
+        """Block until every save in flight has reached the phase, or failed.  Raises :class:`DeadlineError`."""
         wanted = check_phase(phase)
-        self._before_wait()
+        if self.before_wait is not None:
+            self.before_wait()
         with self._changed:
             waited_for = list(self._in_flight.values())
             if not self._wait(lambda: all(_is_settled(save, wanted) for save in waited_for), timeout_s):

@@ -28,45 +28,43 @@ import msgspec
 import torch
 
 from stillframe.errors import DeadlineError, KeeperError, StateError, StillframeError, to_record
-from stillframe.format.records import SealDraft
 from stillframe.link import messages
 from stillframe.link.arena import Arena
-from stillframe.model import CHUNK_BYTES, Label
+from stillframe.model import CHUNK_BYTES, Label, Stats
 from stillframe.save.audit import Audit
+from stillframe.save.capture import Captured
 from stillframe.save.device import Device, Ticket
-from stillframe.save.keeper_client import Keepers
-from stillframe.save.keeper_process import KeeperProcess
+from stillframe.save.fence import Holds, UpdateLog
+from stillframe.save.keeper_client import KeeperClient, KeeperProcess
 from stillframe.save.plan import Plan
-from stillframe.save.saves import Ledger, Save
+from stillframe.save.saves import Save, Saves
 
 logger = logging.getLogger("stillframe")
 
+_GRACE_S = 1.0
 _HANG_UP_S = 5.0
 _OBITUARY_S = 1.0
-_TELL_S = 10.0
-"""After so long, a wait for a hold is mentioned."""
-_MAX_UPDATES = 256
-"""Between two saves; they go in one packet."""
 _AHEAD = 4
 """Chunks whose copies may be queued on an accelerator before the first of them is waited for."""
 
 
 @dataclass(slots=True)
-class Job:
+class _Job:
     """One save, as the training thread hands it over."""
 
     save: Save
-    plan: Plan
-    draft: SealDraft
-    captured: dict[Device, torch.Tensor]
-    marks: list[tuple[Device, Any]]
+    captured: Captured
     audit: Audit | None
-    label: Label | None = None
+    label: Label | None
     keeper: KeeperProcess | None = None
     tickets: list[tuple[Device, Ticket]] = field(default_factory=list)
     issued: threading.Event = field(default_factory=threading.Event)
     is_over: bool = False
     """Staged or failed: no fence needs to look at it any more."""
+
+    @property
+    def plan(self) -> Plan:
+        return self.captured.plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,39 +76,48 @@ class _Filled:
 
 
 class Stager:
-    """``make_arena(state_bytes)`` is called once, on this thread, when the first save needs it."""
+    """Copies saves into the arena, and tells the keeper, which it starts.
+
+    Without an ``arena``, ``make_arena(state_bytes)`` is called once, on the stager's thread, for the first save.
+    ``complete_step`` tells, for a root that is not shared, the newest step that every rank has sealed.
+    """
 
     def __init__(
         self,
-        ledger: Ledger,
-        keepers: Keepers,
-        make_arena: Callable[[int], Arena],
+        saves: Saves,
+        keeper: KeeperClient,
         arena: Arena | None,
-        on_failure: Callable[[list[Save]], None],
-        complete_step: Callable[[], int],
+        make_arena: Callable[[int], Arena],
+        complete_step: Callable[[], int] | None,
     ) -> None:
         self._complete_step = complete_step
-        self._ledger = ledger
-        self._keepers = keepers
+        self._saves = saves
+        self._keeper = keeper
         self._make_arena = make_arena
-        self._on_failure = on_failure
         self.arena = arena
         self._memory: torch.Tensor | None = None
         self._adopted: set[Device] = set()
         self._forgetting = threading.RLock()  # a signal handler may save, too
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._pending: deque[Job] = deque()
-        self._updates: deque[tuple[float, float]] = deque(maxlen=_MAX_UPDATES)
-        self._waits: deque[tuple[float, float]] = deque(maxlen=_MAX_UPDATES)
-        self._holds: dict[threading.Event, str] = {}
+        self._pending: deque[_Job] = deque()
+        self._updates = UpdateLog()
+        self.holds = Holds()
+        """A fence first waits for these, then for the saves that were requested meanwhile."""
         self._owner_pid = os.getpid()
+        try:
+            keeper.start()
+        except BaseException:
+            if arena is not None:
+                arena.close()
+            raise
         self._thread = threading.Thread(target=self._run, name="stillframe-stage", daemon=True)
         self._thread.start()
 
     # --- on the training thread ------------------------------------------------------------
 
-    def submit(self, job: Job) -> None:
+    def submit(self, save: Save, captured: Captured, audit: Audit | None, label: Label | None) -> None:
         """Never blocks."""
+        job = _Job(save, captured, audit, label)
         self._forget_over()
         self._pending.append(job)
         self._work.put(lambda: self._stage(job))
@@ -124,10 +131,12 @@ class Stager:
 
     def fence(self) -> None:
         """Blocks until compute queued from now on comes after the copies of every save requested so far."""
+        if os.getpid() != self._owner_pid:  # a forked child has no stager to wait for
+            return
         began = time.monotonic()
-        has_waited = self._wait_for_holds()
-        if not self._pending or os.getpid() != self._owner_pid:  # a forked child has no stager to wait for
-            self._updates.append((began, time.monotonic() - began if has_waited else 0.0))
+        has_waited = self.holds.wait()
+        if not self._pending:
+            self._updates.add(began, time.monotonic() - began if has_waited else 0.0, has_waited)
             return
         for job in tuple(self._pending):
             has_waited = has_waited or not job.issued.is_set()
@@ -138,49 +147,21 @@ class Stager:
                 self._end_audit(job)
         self._forget_over()
         waited_s = time.monotonic() - began
-        (self._waits if has_waited else self._updates).append((began, waited_s))
-        self._ledger.fenced(waited_s, has_waited)
-
-    def hold(self, hint: str) -> Callable[[], None]:
-        """From now on fences wait, also for the saves requested meanwhile, until the function returned is called."""
-        released = threading.Event()
-        self._holds[released] = hint
-
-        def release() -> None:
-            self._holds.pop(released, None)
-            released.set()
-
-        return release
-
-    def _wait_for_holds(self) -> bool:
-        """Whether there were any."""
-        holds = self._holds.copy() if os.getpid() == self._owner_pid else {}
-        for each, hint in holds.items():
-            if not each.wait(_TELL_S):
-                logger.warning("an update has waited %g s for a save that is not requested yet%s", _TELL_S, hint)
-                each.wait()
-        return bool(holds)
-
-    def take_updates(self) -> tuple[tuple[float, float], ...]:
-        """The updates since this was last asked: when, and how long the fence waited; of those that did not wait, the
-        newest only."""
-        updates: list[tuple[float, float]] = []
-        for each in (self._waits, self._updates):
-            with contextlib.suppress(IndexError):
-                while True:
-                    updates.append(each.popleft())
-        return tuple(sorted(updates))
+        self._updates.add(began, waited_s, has_waited)
+        self._saves.fenced(waited_s, has_waited)
 
     def _forget_over(self) -> None:
         with self._forgetting:
             while self._pending and self._pending[0].is_over:
                 self._pending.popleft()
 
-    def begin_audit(self, audit: Audit, marks: list[tuple[Device, Any]]) -> None:
-        """Hash what is to be staged, while the training thread stands still here."""
-        self._standing_still(marks, audit.begin)
+    def begin_audit(self, captured: Captured) -> Audit:
+        """Hash what is to be staged.  Blocks the training thread, so that nothing changes meanwhile."""
+        audit = Audit(captured.plan, captured.draft.step)
+        self._standing_still(captured.marks, audit.begin)
+        return audit
 
-    def _end_audit(self, job: Job) -> None:
+    def _end_audit(self, job: _Job) -> None:
         def work() -> None:
             assert job.audit is not None
             if not job.is_over:
@@ -193,7 +174,7 @@ class Stager:
         self._standing_still([(device, device.mark()) for device in job.plan.devices], work)
 
     def _standing_still(self, marks: list[tuple[Device, Any]], work: Callable[[], None]) -> None:
-        """Let the stager's thread do this behind the compute queued so far; blocks, and raises what it raised."""
+        """Run ``work`` on the stager's thread, after the compute queued so far.  Blocks; raises what it raises."""
         done: Future[None] = Future()
 
         def turn() -> None:
@@ -210,20 +191,32 @@ class Stager:
         done.result()
 
     def give_up(self, why: str) -> None:
-        """Saves that are not staged yet fail, so that :meth:`stop` need not wait for room in the arena."""
-        self._on_failure(self._ledger.fail_unstaged(DeadlineError(f"given up before it was staged: {why}")))
+        """Fail the saves that are not staged yet, so that :meth:`close` does not wait for room in the arena."""
+        error = DeadlineError(f"given up before it was staged: {why}")
+        self._saves.tell_failed(self._saves.fail_unstaged(error))
         if self.arena is not None:
             self.arena.wake()
 
-    def stop(self, timeout_s: float | None) -> None:
-        """Finish what was submitted and end the thread; past the deadline, hang up on a keeper that does not listen."""
+    def stats(self) -> Stats:
+        """Counters of the saves, with those of the arena."""
+        arena = self.arena
+        return self._saves.stats(arena_bytes=arena.nbytes if arena else 0, arena_wait_s=arena.wait_s if arena else 0.0)
+
+    def close(self, timeout_s: float | None) -> None:
+        """Finish what was submitted, end the thread, let the keeper go.
+
+        Past the deadline, hang up on a keeper that does not listen; what is staged is its affair from here on.
+        """
         self._work.put(None)
-        self._thread.join(timeout_s)
+        self._thread.join(None if timeout_s is None else max(timeout_s, _GRACE_S))
         if self._thread.is_alive():
-            self._keepers.hang_up()
+            self._keeper.hang_up()
             self._thread.join(_HANG_UP_S)
         self._pending.clear()
         self._memory = None
+        self._keeper.close(timeout_s, self._updates.take())
+        if self.arena is not None:
+            self.arena.close()
 
     # --- on the stager's thread ------------------------------------------------------------
 
@@ -244,9 +237,9 @@ class Stager:
                 if self.arena is None or not self.arena.touch_one():
                     return self._work.get()
 
-    def _stage(self, job: Job) -> None:
+    def _stage(self, job: _Job) -> None:
         spans: list[int] = []
-        self._ledger.stage_begun(job.save)
+        self._saves.stage_begun(job.save)
         try:
             self._begin(job)
             self._copy_chunks(job, spans)
@@ -257,9 +250,9 @@ class Stager:
         finally:
             job.issued.set()
 
-    def _begin(self, job: Job) -> None:
+    def _begin(self, job: _Job) -> None:
         plan, save = job.plan, job.save
-        job.keeper = self._keepers.start()
+        job.keeper = self._keeper.start()
         if self.arena is None:
             self.arena = self._make_arena(plan.data_bytes)
         if self._memory is None:
@@ -268,8 +261,8 @@ class Stager:
             if device not in self._adopted:
                 self._adopted.add(device)
                 device.adopt(self.arena.address, self.arena.nbytes)
-        self._keepers.attach(job.keeper, self.arena)
-        draft = msgspec.json.encode(job.draft)
+        self._keeper.attach(job.keeper, self.arena)
+        draft = msgspec.json.encode(job.captured.draft)
         fd = os.memfd_create("stillframe-draft", os.MFD_CLOEXEC)
         with open(fd, "wb") as file:
             file.write(plan.header)
@@ -279,16 +272,18 @@ class Stager:
                 messages.Begin(
                     save=save.number, step=save.step, requested_s=save.times.requested_s,
                     header_bytes=len(plan.header), draft_bytes=len(draft), data_bytes=plan.data_bytes,
-                    layout=plan.layout, lazy=plan.lazy, returned_s=save.times.returned_s,
-                    stage_begin_s=save.times.stage_begin_s, updates=self.take_updates(),
-                    complete_step=self._complete_step(), label=job.label,
+                    layout=plan.layout, lazy=plan.lazy,
+                    telemetry=messages.Telemetry(
+                        save.times.returned_s, save.times.stage_begin_s, self._updates.take()
+                    ),
+                    complete_step=self._complete_step() if self._complete_step else -1, label=job.label,
                 ),
                 fd,
             )  # fmt: skip
-        for device, mark in job.marks:
+        for device, mark in job.captured.marks:
             device.begin(mark)
 
-    def _copy_chunks(self, job: Job, spans: list[int]) -> None:
+    def _copy_chunks(self, job: _Job, spans: list[int]) -> None:
         """Issue every chunk; hand each on when it has arrived.  ``spans`` are those not yet handed on."""
         assert self.arena is not None
         ahead = min(_AHEAD, self.arena.spans - 1)
@@ -302,7 +297,7 @@ class Stager:
         while filled:
             self._hand_over(job, filled.popleft(), spans)
 
-    def _issue(self, job: Job, number: int, spans: list[int]) -> _Filled:
+    def _issue(self, job: _Job, number: int, spans: list[int]) -> _Filled:
         assert self.arena is not None
         chunk = job.plan.chunks[number]
         span = self.arena.take(lambda: job.save.error is not None)
@@ -314,14 +309,14 @@ class Stager:
         for run in chunk.runs:
             sources = run.sources
             if run.captured is not None:
-                sources = (job.captured[run.device][run.captured : run.captured + run.nbytes],)
+                sources = (job.captured.memory[run.device][run.captured : run.captured + run.nbytes],)
             run.device.copy(sources, memory[run.offset : run.offset + run.nbytes])
             used[run.device] = None
         tickets = [ticket for device in used if (ticket := device.ticket()) is not None]
         return _Filled(number, span, chunk.nbytes, tickets)
 
-    def _hand_over(self, job: Job, filled: _Filled, spans: list[int]) -> None:
-        """The copy is done: the span is the keeper's until it gives it back, or dies."""
+    def _hand_over(self, job: _Job, filled: _Filled, spans: list[int]) -> None:
+        """Wait for the copy and send the chunk.  The span belongs to the keeper until it gives it back, or dies."""
         assert self.arena is not None
         assert job.keeper is not None
         for ticket in filled.tickets:
@@ -333,23 +328,23 @@ class Stager:
         spans.remove(filled.span)
         if job.keeper.is_gone:  # it may have died before the span counted as its own
             self.arena.give_back(filled.span)
-        self._ledger.staging(job.save, filled.nbytes)
+        self._saves.staging(job.save, filled.nbytes)
 
     def _span(self, span: int, nbytes: int) -> torch.Tensor:
         assert self._memory is not None
         return self._memory[span * CHUNK_BYTES : span * CHUNK_BYTES + nbytes]
 
-    def _staged(self, job: Job) -> None:
+    def _staged(self, job: _Job) -> None:
         assert job.keeper is not None
         if job.save.error is not None:  # given up meanwhile: it must not be committed after all
             raise job.save.error
         at_s = time.monotonic()
         job.keeper.send(messages.Staged(job.save.number, at_s))
-        self._ledger.staged(job.save, at_s)  # only now: who sees "staged" may rely on the keeper knowing
+        self._saves.staged(job.save, at_s)  # only now: who sees "staged" may rely on the keeper knowing
         self._over(job)
 
-    def _fail(self, job: Job, problem: Exception, spans: list[int]) -> None:
-        """This save ends here; its spans come back when no copy can still be writing to them."""
+    def _fail(self, job: _Job, problem: Exception, spans: list[int]) -> None:
+        """Fail this save.  Its spans are free again when no copy can still be writing to them."""
         job.issued.set()
         error = problem
         if not isinstance(error, StillframeError):
@@ -367,10 +362,10 @@ class Stager:
         if job.keeper is not None and not job.keeper.is_gone:
             with contextlib.suppress(KeeperError):
                 job.keeper.send(messages.Abandon(job.save.number, job.save.step, *to_record(error)))
-        failed = self._ledger.fail(job.save.number, error)
+        failed = self._saves.fail(job.save.number, error)
         self._over(job)
-        self._on_failure([failed] if failed else [])
+        self._saves.tell_failed(failed)
 
-    def _over(self, job: Job) -> None:
-        job.captured.clear()
+    def _over(self, job: _Job) -> None:
+        job.captured.memory.clear()
         job.is_over = True

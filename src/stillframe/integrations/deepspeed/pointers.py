@@ -1,6 +1,6 @@
-"""The files of a tag that DeepSpeed looks for: they say where their content lies.
+"""The files of a tag that DeepSpeed looks for: each says in which step, and of which rank, its content is stored.
 
-Before that stands a pickle that tells whoever reads it with ``torch.load`` what to do.
+A file begins with a pickle that raises, with advice, if somebody reads it with ``torch.load``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from stillframe.errors import FormatError, NotFoundError
 _MAX_BYTES = 4096
 
 
-class _Elsewhere:
+class _Advice:
     def __reduce__(self) -> Any:
         return only_through_stillframe, ()
 
@@ -31,7 +31,7 @@ def only_through_stillframe() -> None:
 
 def pointer(step: int, rank: int) -> bytes:
     where = json.dumps({"stillframe": 1, "step": step, "rank": rank})
-    return pickle.dumps(_Elsewhere()) + b"\n" + where.encode()
+    return pickle.dumps(_Advice()) + b"\n" + where.encode()
 
 
 def follow(path: str) -> tuple[int, int]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from stillframe.integrations.still import Still
+from stillframe.integrations.live import LiveState
 
 
 def made() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
@@ -21,7 +21,7 @@ def made() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
 def test_parameters_and_optimizer_state_stay_and_buffers_are_copied() -> None:
     model, optimizer = made()
     state: dict[str, Any] = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "loose": torch.ones(3)}
-    still = Still().state(state)
+    still = LiveState().state(state)
     weight, buffer = "0.weight", "1.running_mean"
     assert still["model"][weight].data_ptr() == state["model"][weight].data_ptr()
     assert still["model"][buffer].data_ptr() != state["model"][buffer].data_ptr()
@@ -34,7 +34,7 @@ def test_a_part_of_a_flat_parameter_stays() -> None:
     flat = torch.zeros(100)
     optimizer = torch.optim.SGD([flat[10:60]], lr=1.0)
     state = {"in": flat[20:40], "across": flat[50:70], "before": flat[:5]}
-    still = Still().state(state)
+    still = LiveState().state(state)
     assert still["in"] is state["in"]
     assert still["across"] is not state["across"]
     assert still["before"] is not state["before"]
@@ -46,7 +46,7 @@ def test_a_parameter_that_became_a_buffer_is_copied() -> None:
     memory = torch.zeros(50)
     model = torch.nn.Module()
     model.weight = torch.nn.Parameter(memory)
-    still = Still()
+    still = LiveState()
     assert still.state(model.state_dict())["weight"].data_ptr() == memory.data_ptr()
     del model.weight
     model.register_buffer("weight", memory)
@@ -54,7 +54,7 @@ def test_a_parameter_that_became_a_buffer_is_copied() -> None:
 
 
 def test_copies_lie_in_the_same_memory_from_state_to_state_and_keep_ties() -> None:
-    still = Still()
+    still = LiveState()
     buffer = torch.zeros(50)
     first = still.state({"a": buffer, "b": buffer})
     assert first["a"] is first["b"]
@@ -66,7 +66,7 @@ def test_copies_lie_in_the_same_memory_from_state_to_state_and_keep_ties() -> No
 
 def test_values_are_copied() -> None:
     state: dict[str, Any] = {"list": [1, [2]], "set": {1}, "tuple": (1, {"x": [3]})}
-    still = Still().state(state)
+    still = LiveState().state(state)
     state["list"][1].append(9)
     state["set"].add(9)
     state["tuple"][1]["x"].append(9)
@@ -74,7 +74,7 @@ def test_values_are_copied() -> None:
 
 
 def test_what_was_tied_once_is_not_tied_forever() -> None:
-    still = Still()
+    still = LiveState()
     now = torch.ones(50)
     still.state({"now": now, "best": now})
     later = still.state({"now": now * 2, "best": now})
@@ -86,7 +86,7 @@ def test_only_what_is_the_same_item_by_item_is_tied() -> None:
     square = torch.arange(9.0).view(3, 3)
     number = torch.tensor([1 + 2j])
     state = {"a": square, "b": square.t(), "c": number, "d": number.conj(), "e": torch.ones(2).to_sparse()}
-    still = Still().state(state)
+    still = LiveState().state(state)
     for name, each in state.items():
         assert torch.equal(still[name].to_dense(), each.to_dense()), name
 
@@ -98,7 +98,7 @@ def test_a_dict_with_keys_of_its_own_kind_is_a_leaf() -> None:
         seen.append(path)
         return value
 
-    Still().state({"a": {torch.float32: torch.ones(2)}, "b": {1: 2}}, leaf)
+    LiveState().state({"a": {torch.float32: torch.ones(2)}, "b": {1: 2}}, leaf)
     assert seen == [("a",), ("b", 1)]
 
 
@@ -108,7 +108,7 @@ def test_frozen_parameters_and_neighbours_in_memory_are_copied() -> None:
     model.even = torch.nn.Parameter(big[::2])
     model.frozen = torch.nn.Parameter(torch.zeros(5), requires_grad=False)
     model.register_buffer("odd", big[1:-1:2])
-    still = Still().state(dict(model.state_dict()))
+    still = LiveState().state(dict(model.state_dict()))
     big += 1
     with torch.no_grad():
         model.frozen.add_(1)
@@ -118,4 +118,4 @@ def test_frozen_parameters_and_neighbours_in_memory_are_copied() -> None:
 
 def test_what_cannot_be_copied_is_left_for_others_to_refuse() -> None:
     lock = threading.Lock()
-    assert Still().state({"x": lock})["x"] is lock
+    assert LiveState().state({"x": lock})["x"] is lock

@@ -5,13 +5,14 @@ DCP's thread takes the staged state, plans (a collective), and only then calls t
 
 from __future__ import annotations
 
+import enum
 import threading
 from concurrent.futures import Future
 from typing import Any
 
 from stillframe import Save
 from stillframe.errors import ConfigError, StateError
-from stillframe.integrations.runs import Run, open_run, seat
+from stillframe.integrations.open_roots import OpenRoot, open_root, seat
 
 _thread = threading.local()
 
@@ -37,18 +38,18 @@ class Stager:
         return False
 
     def stage(self, state_dict: dict[str, Any]) -> Future[dict[str, Any]]:
-        run = open_run(self._writer.path, *seat(), keep=self._writer.keep)
-        run.checkpointer.fence()  # the copies of the state before have been copied away
-        return Staging(run, Live(run.still.state(state_dict)), self._writer.step)
+        root = open_root(self._writer.path, *seat(), keep=self._writer.keep)
+        root.checkpointer.fence()  # the copies of the state before have been copied away
+        return Staging(root, LiveDict(root.live.state(state_dict)), self._writer.step)
 
     def synchronize_staging(self) -> None:
         """Nothing to do: the fence synchronizes."""
 
     def close(self) -> None:
-        """Nothing to do: the copies are the run's."""
+        """Nothing to do: the copies belong to the open root."""
 
 
-class Live(dict[str, Any]):
+class LiveDict(dict[str, Any]):
     """A state dict of live memory."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -58,49 +59,63 @@ class Live(dict[str, Any]):
         )
 
 
-class Staging(Future[dict[str, Any]]):
-    """Done when everything is copied; but ``result`` gives the state from the beginning, since it stands still.
+class _Copy(enum.Enum):
+    """How far the copy of a lazy save is.  Updates are held back until it is copied, or has failed."""
 
-    If DCP fails before it calls the writer, only the end of its thread tells, or, if it never took the state, the end
-    of this object; one of them must, or the next update would wait forever.
+    AWAITED = enum.auto()
+    """DCP has not called the writer yet."""
+    DONE = enum.auto()
+    FAILED = enum.auto()
+
+
+class Staging(Future[dict[str, Any]]):
+    """One lazy save, as the future that DCP wants from a stager: it is told of the copy, done or failed.
+
+    DCP asks for the ``result`` at once, on its own thread, and gets the live state: that is safe, because updates are
+    held back until the copy is done.
+
+    If DCP fails before it calls the writer, nothing says so but the end of its thread, or, if it never took the state,
+    the end of this object.  Either calls :meth:`ended`; else the next update would wait forever.
     """
 
-    def __init__(self, run: Run, live: Live, step: int | None) -> None:
+    def __init__(self, root: OpenRoot, live: LiveDict, step: int | None) -> None:
         super().__init__()
-        self.step = run.take_step(step)  # here, on the training thread, all ranks count alike
-        self._run = run
+        self.step = root.take_step(step)  # here, on the training thread, all ranks count alike
+        self._root = root
         self._live = live
-        self._before = list(run.lazy)
+        self._copy = _Copy.AWAITED
+        self._before = list(root.lazy)
         self._ended = threading.Event()
-        run.lazy.add(self._ended)
-        self._release = run.checkpointer.hold(
+        root.lazy.add(self._ended)
+        self._release = root.checkpointer.hold(
             "dcp.async_save is still planning; if it shares a process group with training, both may hang: give it one "
             "of its own, process_group=dist.new_group(backend='gloo')"
         )
 
     def result(self, timeout: float | None = None) -> dict[str, Any]:
+        """The live state; blocks until the saves before have ended.  Once the copy is over, ``{}`` or its error."""
         if self.is_over:
             return super().result(timeout)
-        _thread.end = _End(self)
+        _thread.end = _ThreadEnd(self)
         _thread.staging = self
         for each in self._before:
             each.wait()
         return self._live
 
     def done(self) -> bool:
-        """Never: DCP takes a future that is done for one that succeeded.  Its callbacks are called in any case."""
+        """Always False: DCP would take True for success.  It learns the outcome from a callback."""
         return False
 
-    def is_of(self, run: Run) -> bool:
-        return run is self._run
+    def is_of(self, root: OpenRoot) -> bool:
+        return root is self._root
 
     @property
     def is_over(self) -> bool:
-        return super().done()
+        return self._copy is not _Copy.AWAITED
 
-    def requested(self, save: Save, run: Run) -> None:
-        """Blocks until it is staged; raises if it will not be."""
-        if self.is_of(run):
+    def requested(self, save: Save, root: OpenRoot) -> None:
+        """The writer has requested the save.  Blocks until it is staged; raises if it will not be."""
+        if self.is_of(root):
             self._release()  # from here on its fence knows of the save itself
         try:
             save.wait("staged")
@@ -108,17 +123,19 @@ class Staging(Future[dict[str, Any]]):
             self.failed(error)
             raise
         self._release()
+        self._copy = _Copy.DONE
         self.set_result({})
 
     def failed(self, error: BaseException) -> None:
         self._release()
         if not self.is_over:
+            self._copy = _Copy.FAILED
             self.set_exception(error)
 
     def ended(self) -> None:
-        """May be called again."""
+        """The thread of DCP is over.  May be called again."""
         self.failed(StateError("it ended before anything was copied; upload_completion says why"))
-        self._run.lazy.discard(self._ended)
+        self._root.lazy.discard(self._ended)
         self._ended.set()
 
     def __del__(self) -> None:
@@ -133,8 +150,8 @@ def take_staging() -> Staging | None:
     return None if staging is None or staging.is_over else staging
 
 
-class _End:
-    """Held by a thread, so that it goes when the thread does."""
+class _ThreadEnd:
+    """Stands in a thread-local of DCP's thread, and so is deleted when that thread ends."""
 
     def __init__(self, staging: Staging) -> None:
         self._staging = staging

@@ -1,8 +1,9 @@
 """A state dict that stands still until the next update: live memory where that is safe, copies where it is not.
 
-A state dict does not say which of its tensors are buffers, which change in forward.  So memory counts as still only if
-a live optimizer owns it, or a live parameter that wants gradients: that changes in the update, which the fence holds
-back.  All else is copied at once, to the host: frozen parameters, too, since some models change them in forward.
+A state dict does not say which of its tensors are buffers, which may change in forward.  So a tensor is used in place
+only if its memory belongs to a live optimizer, or to a live parameter that requires gradients: such memory changes in
+the update, which the fence holds back.  Everything else is copied to the host at once, also frozen parameters, because
+some models change them in forward.
 """
 
 from __future__ import annotations
@@ -21,34 +22,34 @@ _Path = tuple[Any, ...]
 _OWNERS = (torch.nn.Module, torch.optim.Optimizer)
 
 
-class Still:
-    """Makes states stand still, one after another.
+class LiveState:
+    """Makes states that stand still until the next update, one after another.
 
-    Copies are kept and written over by the next state's, so that it lies in the same memory: call :meth:`state` only
-    when the state before has been copied away.
+    The copies of one state are reused for the next, so that the plan of a save still fits.  Call :meth:`state` only
+    behind a fence, when the state before has been staged.
     """
 
     def __init__(self) -> None:
         self._owners: list[weakref.ref[Any]] = []
-        self._strange: set[_Path] | None = None
-        """Where no owner was found when all objects were last searched."""
+        self._unowned: set[_Path] | None = None
+        """Paths of tensors whose owner was not found when all objects were last searched."""
         self._copies: dict[_Path, torch.Tensor] = {}
 
-    def state(self, state: Any, leaf: Callable[[_Path, Any], Any] | None = None) -> Any:
+    def state(self, state: Any, encode: Callable[[_Path, Any], Any] | None = None) -> Any:
         """The same nesting of dicts, lists and tuples, with everything in it safe until the next update.
 
-        ``leaf`` gives what stands for anything else than these and tensors, by its path.
+        ``encode`` is given every other value with its path, and returns what is to be stored for it; by default a copy.
         """
         tensors = dict(_tensors(state, ()))
-        strange = self._without_owner(tensors)
-        if self._strange is None or not strange <= self._strange:
+        unowned = self._without_owner(tensors)
+        if self._unowned is None or not unowned <= self._unowned:
             self._owners = [weakref.ref(each) for each in _living(_OWNERS)]
-            strange = self._strange = self._without_owner(tensors)
-        self._copies = self._copied({path: tensors[path] for path in tensors if path in strange})
-        return _rebuilt(state, (), self._copies, leaf or _deep_copy)
+            unowned = self._unowned = self._without_owner(tensors)
+        self._copies = self._copied({path: tensors[path] for path in tensors if path in unowned})
+        return _rebuilt(state, (), self._copies, encode or _deep_copy)
 
     def _copied(self, tensors: dict[_Path, torch.Tensor]) -> dict[_Path, torch.Tensor]:
-        """Each into the copy at its path if that fits and is not taken; what is tied is copied once."""
+        """Copy each tensor, into the earlier copy at its path if that fits; tied tensors are copied once."""
         copies: dict[_Path, torch.Tensor] = {}
         tied: dict[Any, torch.Tensor] = {}
         taken: set[int] = set()
@@ -91,13 +92,13 @@ class _Owned:
                 found[device].add((start, end))
         self._extents = {device: sorted(extents) for device, extents in found.items()}
         self._reach: dict[torch.device, list[int]] = {}
-        """How far what starts there or before reaches."""
+        """For each extent, the greatest end of it and of all that start before it."""
         for device, extents in self._extents.items():
             reach = 0
             self._reach[device] = [reach := max(reach, end) for _, end in extents]
 
     def covers(self, tensor: torch.Tensor) -> bool:
-        """Whether one of them covers it."""
+        """Whether the memory of one of them contains that of ``tensor``."""
         device, start, end = _memory(tensor)
         at = bisect.bisect_right(self._extents.get(device, []), start, key=lambda extent: extent[0])
         return at > 0 and end <= self._reach[device][at - 1]
@@ -118,7 +119,7 @@ def _living(kinds: tuple[type, ...]) -> list[Any]:
 
 
 def _memory(tensor: torch.Tensor) -> tuple[torch.device, int, int]:
-    """Device, first and last address; of a DTensor this rank's part."""
+    """Device, first address and end; of a DTensor those of this rank's box."""
     local = getattr(tensor, "_local_tensor", tensor)
     if local.layout is not torch.strided or not local.numel():
         return local.device, 0, 0
@@ -128,7 +129,7 @@ def _memory(tensor: torch.Tensor) -> tuple[torch.device, int, int]:
 
 
 def _identity(tensor: torch.Tensor) -> Any:
-    """Equal for tensors that are the same, item by item, in the same memory; of an unusual kind, only for itself."""
+    """Equal for tensors of the same memory, shape, stride and dtype; a tensor of an unusual kind equals only itself."""
     if tensor.layout is not torch.strided or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         return id(tensor)
     form = tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg()
@@ -165,13 +166,13 @@ def _tensors(node: Any, path: _Path) -> Iterator[tuple[_Path, torch.Tensor]]:
             yield from _tensors(item, (*path, key))
 
 
-def _rebuilt(node: Any, path: _Path, copies: dict[_Path, torch.Tensor], leaf: Callable[[_Path, Any], Any]) -> Any:
+def _rebuilt(node: Any, path: _Path, copies: dict[_Path, torch.Tensor], encode: Callable[[_Path, Any], Any]) -> Any:
     if isinstance(node, torch.Tensor):
         return copies.get(path, node)
     if _is_container(node):
-        items = [(key, _rebuilt(item, (*path, key), copies, leaf)) for key, item in _items(node)]
+        items = [(key, _rebuilt(item, (*path, key), copies, encode)) for key, item in _items(node)]
         return type(node)(items) if isinstance(node, dict) else type(node)(item for _, item in items)
-    return leaf(path, node)
+    return encode(path, node)
 
 
 def _items(node: Any) -> Iterable[tuple[Any, Any]]:
@@ -181,7 +182,7 @@ def _items(node: Any) -> Iterable[tuple[Any, Any]]:
 
 
 def _is_container(node: Any) -> bool:
-    """A plain one, whose keys are plain; any other is a leaf as a whole."""
+    """A plain container with plain keys; any other is passed to ``encode`` as a whole."""
     if type(node) in (dict, OrderedDict):
         return {type(key) for key in node} <= {str, int, float, bool, type(None)}
     return type(node) in (list, tuple)

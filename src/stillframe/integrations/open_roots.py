@@ -1,4 +1,4 @@
-"""The checkpointers behind integrations whose own objects come and go with every save."""
+"""The roots that integrations have open for saving: DCP makes a writer, DeepSpeed names a directory, for every save."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 import torch.distributed as dist
 
 import stillframe
-from stillframe.integrations.still import Still
+from stillframe.integrations.live import LiveState
 
 
-class Run:
+class OpenRoot:
     """A root that is open for saving.  Thread: any."""
 
     def __init__(self, root: str, rank: int, world_size: int, arena: int | str, keep: Any) -> None:
@@ -21,9 +21,9 @@ class Run:
         self.checkpointer = stillframe.Checkpointer(
             root, arena=arena, keep=keep, rank=rank, world_size=world_size, on_error="warn", shared=True
         )
-        self.still = Still()
+        self.live = LiveState()
         self.lazy: set[threading.Event] = set()
-        """Lazy saves under way, each as what is set at its end: the run stays, and the next one waits for them."""
+        """An event per lazy save under way, set at its end; until then the root stays open and the next save waits."""
         self._taking, self._saving = threading.Lock(), threading.Lock()
         try:
             self._next_step = self.checkpointer.next_step()
@@ -44,7 +44,7 @@ class Run:
             return step
 
 
-_runs: dict[str, Run] = {}
+_open: dict[str, OpenRoot] = {}
 _known: set[str] = set()
 _owner = os.getpid()
 _opening = threading.RLock()
@@ -55,42 +55,44 @@ def seat() -> tuple[int, int]:
     return (dist.get_rank(), dist.get_world_size()) if dist.is_available() and dist.is_initialized() else (0, 1)
 
 
-def open_run(
+def open_root(
     root: str | os.PathLike[str],
     rank: int,
     world_size: int,
     arena: int | str = "auto",
     keep: Any = None,
-) -> Run:
-    """The run that saves to this root.
+) -> OpenRoot:
+    """This root, open for saving.
 
-    Another root's is finished first, since each holds memory for a whole state; but one that comes back (two models
-    that take turns) is kept beside the other.  Blocks, when it opens one, until every rank does, and until the keeper
-    of a run before has finished.  Raises: :class:`BusyError`, if that one still trains.
+    Other roots are closed first, since each holds memory for a whole state; but a root that comes back (two models
+    that take turns) stays open beside the other.
+
+    Blocks, if the root was not open, until every rank opens it and the keeper of an earlier run has finished.
+    Raises: :class:`BusyError`, if that run still trains.
     """
     global _owner
     path = os.path.abspath(os.fspath(root))
     with _opening:
-        if _owner != os.getpid():  # a fork: the runs are the parent's
-            _runs.clear()
+        if _owner != os.getpid():  # a fork: what is open is the parent's
+            _open.clear()
             _owner = os.getpid()
-        run = _runs.pop(path, None)
-        if run is not None and run.seat != (rank, world_size):
-            run.checkpointer.close()
-            run = None
-        if run is None:
-            idle = [each for each in _runs.values() if not each.lazy]
+        opened = _open.pop(path, None)
+        if opened is not None and opened.seat != (rank, world_size):
+            opened.checkpointer.close()
+            opened = None
+        if opened is None:
+            idle = [each for each in _open.values() if not each.lazy]
             for other in idle[: -1 if path in _known else None]:
-                _runs.pop(other.root).checkpointer.close()
-            run = Run(path, rank, world_size, arena, keep)
+                _open.pop(other.root).checkpointer.close()
+            opened = OpenRoot(path, rank, world_size, arena, keep)
             _known.add(path)
-        _runs[path] = run  # the last used comes last
-        return run
+        _open[path] = opened  # the last used comes last
+        return opened
 
 
-def close_run(root: str) -> None:
-    """Finish the run that saves to this root, if there is one."""
+def close_root(root: str) -> None:
+    """Finish the saves to this root and close it, if it is open."""
     with _opening:
-        run = _runs.pop(root, None)
-        if run is not None and _owner == os.getpid():
-            run.checkpointer.close()
+        opened = _open.pop(root, None)
+        if opened is not None and _owner == os.getpid():
+            opened.checkpointer.close()

@@ -1,4 +1,4 @@
-"""Plain files of ``torch.save``, for those who want nothing else: each appears whole and durable, or not at all."""
+"""DeepSpeed's plain files, written by ``torch.save``: each appears whole and durable, or not at all."""
 
 from __future__ import annotations
 

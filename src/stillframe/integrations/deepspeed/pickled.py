@@ -1,6 +1,6 @@
-"""Python objects in other people's dicts: those that come back exactly, and those that only pickle can hold.
+"""Python objects in DeepSpeed's dicts: those that come back exactly, and those that only pickle can hold.
 
-The latter are marked records, bytes in a tensor of their own, and nothing here reads them unless it is told to.
+The latter are stored as marked records, bytes in a tensor of their own.  They are unpickled only with ``allow_pickle``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Pickled:
 
 
 def to_leaf(path: _Path, value: Any, allow_pickle: bool, how: str) -> Any:
-    """What stands for a value in a state.  ``how`` says how to allow it.
+    """What is stored for a value.  ``how`` tells the user, in an error, how to allow pickle.
 
     Raises: :class:`UnsupportedStateError`, with path and type.
     """
@@ -45,7 +45,7 @@ def to_leaf(path: _Path, value: Any, allow_pickle: bool, how: str) -> Any:
 
 
 def from_leaves(node: Any, device: torch.device, allow_pickle: bool, how: str, path: _Path = ()) -> Any:
-    """The same nesting with every :class:`Pickled` as what it was, and tensors there.  Raises: as :func:`to_leaf`."""
+    """The same nesting, with every :class:`Pickled` unpickled and all tensors on ``device``.  Raises as ``to_leaf``."""
     if isinstance(node, torch.Tensor):
         return node.to(device)
     if isinstance(node, dict):
@@ -63,6 +63,16 @@ def from_leaves(node: Any, device: torch.device, allow_pickle: bool, how: str, p
 def register_attributes(kind: type, name: str) -> None:
     """Store instances of a class as their attributes."""
     register_leaf(kind, name, lambda value: dict(vars(value)), functools.partial(_with, kind))
+
+
+def register_deepspeed_types() -> None:
+    """The classes whose instances DeepSpeed itself puts into its dicts."""
+    from deepspeed.checkpoint.universal_checkpoint import SubparamShape
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    for kind in (LossScaler, DynamicLossScaler, fragment_address, SubparamShape):
+        register_attributes(kind, f"deepspeed.{kind.__name__}")
 
 
 def _with(kind: Any, attributes: Mapping[str, Any]) -> Any:

@@ -1,0 +1,128 @@
+"""How ``dcp.save`` and ``dcp.async_save`` write a checkpoint of stillframe."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import threading
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+
+from stillframe import ELSEWHERE, Part
+from stillframe.errors import ConfigError, UnsupportedStateError
+from stillframe.integrations.dcp.place import Opaque, PathLike, Place
+from stillframe.integrations.dcp.stager import take_staging
+from stillframe.integrations.open_roots import close_root, open_root, seat
+
+_thread = threading.local()
+
+
+class Writer(Place, StorageWriter):
+    """Writes to the stillframe root ``path``: each save is its next step, or ``step``.
+
+    A save has succeeded when it is a checkpoint: every rank's bytes durable, the manifest published.  What pickle alone
+    could hold is refused, with its path.  All ranks save together, or each alone (``no_dist=True``).  ``keep``:
+    retention, such as ``KeepLast(3)``.
+
+    Ranks count the steps each for itself: saves of DCP's own stagers that overlap need a ``step``.
+    """
+
+    def __init__(self, path: PathLike, *, step: int | None = None, keep: Any = None) -> None:
+        super().__init__(path, step=step)
+        self.keep = keep
+
+    def close(self) -> None:
+        """Let go of the root, which stays open between saves; may be called again."""
+        close_root(self.path)
+
+    def storage_meta(self) -> StorageMeta:
+        return StorageMeta(checkpoint_id=self.path)
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        if not kwargs.get("use_collectives", True):
+            raise ConfigError("use_collectives=False: a stillframe checkpoint is one of all ranks; leave it out")
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        _, world_size = seat()
+        if len(plans) not in (1, world_size):
+            raise ConfigError(
+                f"process_group: {len(plans)} of {world_size} ranks; save with a group of all ranks, or no_dist=True"
+            )
+        # Kept by plan caching, and still right then: who this rank is does not change.
+        return [dataclasses.replace(plan, storage_data=(rank, len(plans))) for rank, plan in enumerate(plans)]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
+        staging = take_staging()
+        try:
+            rank, world_size = plan.storage_data
+            root = open_root(self.path, rank, world_size, keep=self.keep)
+            step = staging.step if staging is not None and staging.is_of(root) else root.take_step(self.step)
+            save = root.save(step, _state(plan, planner))
+        except BaseException as error:
+            if staging is not None:
+                staging.failed(error)
+            raise
+        if staging is not None:
+            staging.requested(save, root)
+        save.wait("sealed")
+        _thread.save = save  # finish() comes on the same thread, and other saves may on others
+        written: torch.futures.Future[list[WriteResult]] = torch.futures.Future()
+        written.set_result([WriteResult(item.index, item.tensor_storage_size() or 0, None) for item in plan.items])
+        return written
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        _thread.save.wait("committed")
+
+
+def _state(plan: SavePlan, planner: SavePlanner) -> dict[str, Any]:
+    """What this rank writes, nested as it was before DCP flattened it."""
+    flat: dict[str, Any] = {}
+    for item in plan.items:
+        name = item.index.fqn
+        if name in flat:
+            raise UnsupportedStateError(f"{name!r} lies on one rank in several pieces: give it as a DTensor")
+        flat[name] = _bytes(item, planner) if item.type is WriteItemType.BYTE_IO else _tensor(item, planner)
+    paths = plan.planner_data if isinstance(plan.planner_data, dict) else {}
+    _, world_size = plan.storage_data
+    nest = _Nest()
+    for name, value in flat.items():
+        at = nest
+        *above, last = paths.get(name, (name,))
+        for key in above:
+            at = at.setdefault(key, _Nest())
+        at[last] = value
+    return dict(nest.unfolded(has_gaps=world_size > 1))
+
+
+class _Nest(dict[Any, Any]):
+    """A dict or list being rebuilt.  Only a list has integer keys: DCP turns all keys of dicts into text."""
+
+    def unfolded(self, has_gaps: bool) -> Any:
+        """``has_gaps``: other ranks may have items of the same lists."""
+        items = {key: value.unfolded(has_gaps) if isinstance(value, _Nest) else value for key, value in self.items()}
+        if not items or not all(isinstance(key, int) for key in items):
+            return items
+        return [items.get(at, ELSEWHERE) for at in range(max(items) + 1 + has_gaps)]
+
+
+def _tensor(item: WriteItem, planner: SavePlanner) -> torch.Tensor | Part:
+    tensor = planner.resolve_data(item)
+    assert isinstance(tensor, torch.Tensor)
+    assert item.tensor_data is not None
+    tensor, whole, chunk = tensor.detach(), item.tensor_data.size, item.tensor_data.chunk
+    return tensor if tuple(tensor.shape) == tuple(whole) else Part(tensor, whole, chunk.offsets)
+
+
+def _bytes(item: WriteItem, planner: SavePlanner) -> Any:
+    """The value itself if the planner would only pickle it; else the bytes that the planner makes of it."""
+    own = DefaultSavePlanner.resolve_data, DefaultSavePlanner.transform_object
+    if isinstance(planner, DefaultSavePlanner) and (type(planner).resolve_data, type(planner).transform_object) == own:
+        return planner.lookup_object(item.index)
+    data = planner.resolve_data(item)
+    assert isinstance(data, io.BytesIO)
+    return Opaque(data.getvalue())

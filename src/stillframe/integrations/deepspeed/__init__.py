@@ -1,0 +1,18 @@
+"""DeepSpeed on stillframe: one line, before ``deepspeed.initialize``, and the key ``"datastates_ckpt"`` in its config::
+
+    stillframe.integrations.deepspeed.install()
+
+DeepSpeed has a place for the engine of the paper that stillframe realises; this takes it.  A ``save_dir`` is a
+stillframe root, each tag a step of it.  ``<save_dir>/<tag>`` and ``latest`` appear when the step is committed; the
+files in it that DeepSpeed looks for say where their content lies.
+
+The config: ``host_cache_size``, GiB of host memory at most (0: what one save takes); ``keep_last``, how many tags stay
+(0: all); ``allow_pickle``: store, and load, what only pickle can hold.  Loading such a checkpoint runs code from it.
+"""
+
+from __future__ import annotations
+
+from stillframe.integrations.deepspeed.export import export
+from stillframe.integrations.deepspeed.install import install
+
+__all__ = ["export", "install"]

@@ -1,0 +1,38 @@
+"""From a checkpoint of stillframe to DeepSpeed's own files."""
+
+from __future__ import annotations
+
+import functools
+import os
+import types
+from pathlib import Path
+
+from stillframe.errors import NotFoundError
+from stillframe.integrations.deepspeed.engine import CheckpointEngine
+from stillframe.integrations.deepspeed.files import write_objects, write_text
+from stillframe.integrations.deepspeed.pickled import register_deepspeed_types
+
+
+def export(
+    save_dir: str | os.PathLike[str], tag: str | None, to: str | os.PathLike[str], *, allow_pickle: bool = False
+) -> str:
+    """Write a tag (the latest if none is given) as DeepSpeed itself would, to ``<to>/<tag>`` with ``<to>/latest``, for
+    ``zero_to_fp32``, ``ds_to_universal`` and engines without stillframe.  One file at a time is in memory.
+
+    Raises: :class:`NotFoundError`; :class:`ExistsError`; :class:`IntegrityError`; :class:`UnsupportedStateError`.
+    """
+    register_deepspeed_types()
+    if tag is None:
+        latest = Path(save_dir, "latest")
+        if not latest.exists():
+            raise NotFoundError(f"there is no file 'latest' in {save_dir}: give a tag")
+        tag = latest.read_text().strip()
+    directory = Path(save_dir, tag)
+    names = sorted(each.name for each in directory.glob("*.pt"))
+    if not names:
+        raise NotFoundError(f"{directory} is no tag of a checkpoint")
+    config = types.SimpleNamespace(config={"allow_pickle": allow_pickle})
+    engine = CheckpointEngine(types.SimpleNamespace(datastates_config=config), 0)
+    write_objects(Path(to, tag), {name: functools.partial(engine.load, str(directory / name)) for name in names})
+    write_text(Path(to, "latest"), tag)
+    return tag

@@ -1,0 +1,85 @@
+"""What ``save`` does on the training thread: walk the state, plan where it goes, copy what cannot wait.
+
+The plan is reused as long as the state keeps its structure and its memory.  Nothing here does I/O.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import torch
+
+from stillframe.format.records import SealDraft, check_draft
+from stillframe.ranks.group import Group
+from stillframe.save.device import Device, DeviceTable
+from stillframe.save.plan import Plan, make_plan
+from stillframe.state.division import Seat
+from stillframe.state.walk import Walk
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """A state that may change again behind the fence: all that the stager needs to copy it."""
+
+    plan: Plan
+    draft: SealDraft
+    memory: dict[Device, torch.Tensor]
+    """The bytes that were copied here, because they may change before the next update."""
+    marks: list[tuple[Device, Any]]
+    """The compute that was queued on each device before ``save``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A state that can be stored; nothing of it has been copied."""
+
+    plan: Plan
+    draft: SealDraft
+    walk: Walk
+
+    def capture(self) -> Captured:
+        memory = self.plan.capture(self.walk)
+        return Captured(self.plan, self.draft, memory, [(device, device.mark()) for device in self.plan.devices])
+
+
+class Planner:
+    """Makes requests, with the plan of the one before where it fits.  Thread: one at a time."""
+
+    def __init__(self, group: Group, attempt: str, is_shared: bool) -> None:
+        self._group = group
+        self._attempt = attempt
+        self._is_shared = is_shared
+        self._devices = DeviceTable()
+        self._plan: Plan | None = None
+
+    def request(self, step: int, state: Any) -> Request:
+        """Raises :class:`UnsupportedStateError`, naming what cannot be stored."""
+        walk = Walk(state)
+        plan = self._plan
+        if plan is None or not plan.fits(walk):
+            plan = self._plan = make_plan(walk, self._devices, self._seat)
+        draft = SealDraft(
+            step=step,
+            rank=self._group.rank,
+            world_size=self._group.world_size,
+            attempt=self._attempt,
+            shards=plan.shards_json,
+            tree=plan.tree_json,
+            values=msgspec.Raw(msgspec.json.encode(walk.values)),
+            teams=plan.teams,
+        )
+        check_draft(draft)
+        return Request(plan, draft, walk)
+
+    def forget(self) -> None:
+        """Let go of the plan, which keeps the tensors of its state alive."""
+        self._plan = None
+
+    @property
+    def _seat(self) -> Seat:
+        """Where this rank stands among those that hold boxes of the same tensors."""
+        group = self._group
+        knows_ranks = group.world_size > 1 and group.is_global
+        return Seat(group.rank, group.world_size, knows_ranks, writes_once=knows_ranks and self._is_shared)

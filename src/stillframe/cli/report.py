@@ -21,4 +21,4 @@ def command(root: Root, out: Out = None, force: Force = False) -> None:
     Example: stillframe report runs/gpt -o gpt.html
     """
     page = report(survey(root), histories(root), time.time()).encode(errors="replace")
-    output.write_file(out or Path(f"{root.resolve().name}.html"), page, overwrite=force)
+    output.write_file(out or Path(f"{root.absolute().name}.html"), page, overwrite=force)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from pathlib import Path
 
-from stillframe.errors import ConfigError
+from stillframe.errors import ConfigError, StorageError
 from stillframe.link.arena import Arena
 from stillframe.model import CHUNK_BYTES
+from stillframe.store import files
 from stillframe.units import format_bytes, parse_bytes
 
 logger = logging.getLogger("stillframe")
@@ -64,15 +64,15 @@ def memory_available_bytes() -> int:
         ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
     ):
         try:
-            room = int(Path(limit).read_text()) - int(Path(usage).read_text())
-        except (OSError, ValueError):
+            room = int(files.read_file(limit)) - int(files.read_file(usage))
+        except (StorageError, ValueError):
             continue
         available = min(available, max(room, 0))
     return available
 
 
 def _meminfo_available() -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
+    for line in files.read_file("/proc/meminfo").decode().splitlines():
         name, _, rest = line.partition(":")
         if name == "MemAvailable":
             return int(rest.split()[0]) * 1024

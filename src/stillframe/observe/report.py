@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.resources
+import pkgutil
 import statistics
 from collections.abc import Sequence
 from html import escape
@@ -256,4 +256,4 @@ def _median_s(seconds: Sequence[float]) -> str:
 
 
 def _style() -> str:
-    return importlib.resources.files("stillframe.observe").joinpath("report.css").read_text(encoding="utf-8")
+    return (pkgutil.get_data("stillframe.observe", "report.css") or b"").decode()

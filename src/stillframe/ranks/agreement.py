@@ -15,6 +15,7 @@ from stillframe.checkpoint.catalog import Catalog
 from stillframe.errors import ConfigError
 from stillframe.ranks.group import Answer, Group, check_same
 from stillframe.retention import Keep
+from stillframe.store import files
 
 NODE = "{node}"
 
@@ -52,7 +53,7 @@ def resolve_root(root: str | os.PathLike[str], shared: bool | None, group: Group
         raise ConfigError(f"root={text!r}: {NODE} is the only thing in braces that is replaced")
     is_shared = shared is not False or group.world_size == 1
     catalog = Catalog(text, None if is_shared else group.rank)
-    if catalog.root.exists() and not catalog.root.is_dir():
+    if files.kind_of(text) not in ("directory", "nothing"):
         raise ConfigError(f"root={str(catalog.root)!r} is a file; give a directory")
     return catalog
 

@@ -116,7 +116,7 @@ class KeeperProcess:
             raise ConfigError(
                 "sys.executable is empty (an embedded interpreter?): set it to a Python that can run the keeper"
             )
-        here = str(Path(__file__).resolve().parents[2])
+        here = str(Path(__file__).absolute().parents[2])
         path = [here, *(os.path.abspath(entry) for entry in sys.path if entry)]
         arguments = json.dumps({"path": path, "sock": sock, "trainer": trainer, **asdict(config)})
         return subprocess.Popen(

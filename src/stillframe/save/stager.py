@@ -264,10 +264,11 @@ class Stager:
         self._keeper.attach(job.keeper, self.arena)
         draft = msgspec.json.encode(job.captured.draft)
         fd = os.memfd_create("stillframe-draft", os.MFD_CLOEXEC)
-        with open(fd, "wb") as file:
-            file.write(plan.header)
-            file.write(draft)
-            file.flush()
+        try:
+            for data, at in ((plan.header, 0), (draft, len(plan.header))):
+                written = 0
+                while written < len(data):
+                    written += os.pwrite(fd, memoryview(data)[written:], at + written)
             job.keeper.send(
                 messages.Begin(
                     save=save.number, step=save.step, requested_s=save.times.requested_s,
@@ -280,6 +281,8 @@ class Stager:
                 ),
                 fd,
             )  # fmt: skip
+        finally:
+            os.close(fd)
         for device, mark in job.captured.marks:
             device.begin(mark)
 

@@ -24,6 +24,7 @@ from stillframe import PartReader
 from stillframe.errors import ConfigError, StateError, UnsupportedStateError
 from stillframe.integrations.dcp.place import Opaque, PathLike, Place
 from stillframe.integrations.open_roots import seat
+from stillframe.store import files
 
 
 class Reader(Place, StorageReader):
@@ -39,7 +40,7 @@ class Reader(Place, StorageReader):
         self._flat: dict[str, Any] = {}
 
     def read_metadata(self) -> Metadata:
-        if os.path.exists(os.path.join(self.path, ".metadata")):
+        if files.is_taken(os.path.join(self.path, ".metadata")):
             raise ConfigError(
                 f"{self.path} was written by DCP itself: read it with FileSystemReader, or convert it once with "
                 "`stillframe import`"

@@ -18,6 +18,7 @@ from stillframe.integrations.deepspeed.files import write_object
 from stillframe.integrations.deepspeed.pickled import from_leaves, to_leaf
 from stillframe.integrations.deepspeed.pointers import follow, pointer
 from stillframe.integrations.open_roots import OpenRoot, open_root, seat
+from stillframe.store.files import is_taken, kind_of
 
 logger = logging.getLogger("stillframe")
 
@@ -81,7 +82,7 @@ class CheckpointEngine:
         with _together():
             self._tell_failure()
             label = stillframe.Label(info.tag, tuple(files), pointer(step, root.seat[0]), bool(info.save_latest))
-            if directory in self._saves or os.path.lexists(directory):
+            if directory in self._saves or is_taken(directory):
                 raise ExistsError(
                     f"the tag {info.tag!r} exists, or is being saved: choose another, or remove {directory}"
                 )
@@ -127,7 +128,7 @@ class CheckpointEngine:
             self.wait()
         except StillframeError as error:
             logger.warning("%s", error)
-        is_root = [os.path.isdir(directory) and bool(stillframe.Catalog(directory).step_dirs())]
+        is_root = [kind_of(directory) == "directory" and bool(stillframe.Catalog(directory).step_dirs())]
         dist.broadcast_object_list(is_root)
         if is_root[0]:
             with contextlib.suppress(BusyError):  # another run trains there: its keepers are alive, and publish

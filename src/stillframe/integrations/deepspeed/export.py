@@ -11,6 +11,7 @@ from stillframe.errors import NotFoundError
 from stillframe.integrations.deepspeed.engine import CheckpointEngine
 from stillframe.integrations.deepspeed.files import write_objects, write_text
 from stillframe.integrations.deepspeed.pickled import register_deepspeed_types
+from stillframe.store import files
 
 
 def export(
@@ -24,11 +25,12 @@ def export(
     register_deepspeed_types()
     if tag is None:
         latest = Path(save_dir, "latest")
-        if not latest.exists():
+        if files.kind_of(latest) != "file":
             raise NotFoundError(f"there is no file 'latest' in {save_dir}: give a tag")
-        tag = latest.read_text().strip()
+        tag = files.read_file(latest).decode().strip()
     directory = Path(save_dir, tag)
-    names = sorted(each.name for each in directory.glob("*.pt"))
+    is_there = files.kind_of(directory) == "directory"
+    names = [name for name in files.names_in(directory) if name.endswith(".pt")] if is_there else []
     if not names:
         raise NotFoundError(f"{directory} is no tag of a checkpoint")
     config = types.SimpleNamespace(config={"allow_pickle": allow_pickle})

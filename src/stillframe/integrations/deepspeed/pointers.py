@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import json
 import pickle
-from pathlib import Path
 from typing import Any
 
-from stillframe.errors import FormatError, NotFoundError
+from stillframe.errors import FormatError, NotFoundError, StorageError
+from stillframe.store import files
 
 _MAX_BYTES = 4096
 
@@ -36,11 +36,10 @@ def pointer(step: int, rank: int) -> bytes:
 
 def follow(path: str) -> tuple[int, int]:
     """Step and rank of a file.  Raises: :class:`NotFoundError`; :class:`FormatError`."""
-    file = Path(path)
     try:
-        data = file.read_bytes() if file.stat().st_size <= _MAX_BYTES else b""
-    except OSError as error:
-        raise NotFoundError(f"{path}: {error.strerror}; is a rank's file missing?") from error
+        data = files.read_file(path, _MAX_BYTES)
+    except StorageError as error:
+        raise NotFoundError(f"{error}; is a rank's file missing?") from error
     try:
         where = json.loads(data.rpartition(b"\n")[2])
         return int(where["step"]), int(where["rank"])

@@ -12,9 +12,11 @@ import errno
 import mmap
 import os
 import threading
+from collections.abc import Iterator
 from typing import Final
 
 from stillframe.model import BLOCK_BYTES
+from stillframe.store.calls import Calls
 from stillframe.store.root import Root, partial_name
 from stillframe.store.trouble import translated
 from stillframe.units import MIB, round_up
@@ -37,28 +39,32 @@ def read_blob(root: Root, fd: int, name: str, start: int, into: memoryview) -> i
     """Fill ``into``.  A short read is not the end of the file: only zero bytes are.  Raises ``OSError``."""
     is_aligned = start % BLOCK_BYTES == len(into) % BLOCK_BYTES == 0 and len(into) > 0
     file, is_direct = _open(root, fd, name, is_aligned)
-    calls, done = root.calls, 0
     try:
-        while done < len(into):
-            if is_direct and done % BLOCK_BYTES:
-                if start + done >= calls.fstat(file).st_size:
-                    break  # the last block of the file is not a whole one
-                is_direct = False
-                calls.set_buffered(file)
-            try:
-                count = calls.pread(file, into[done:], start + done)
-            except OSError as error:
-                if not is_direct or error.errno != errno.EINVAL:
-                    raise
-                is_direct = False  # it took O_DIRECT at open, and refuses it now
-                calls.set_buffered(file)
-                continue
-            if count == 0:
-                break
-            done += count
-        return done
+        return read_whole(root.calls, file, into, start, is_direct)
     finally:
-        calls.close(file)
+        root.calls.close(file)
+
+
+def read_whole(calls: Calls, file: int, into: memoryview, start: int = 0, is_direct: bool = False) -> int:
+    done = 0
+    while done < len(into):
+        if is_direct and done % BLOCK_BYTES:
+            if start + done >= calls.fstat(file).st_size:
+                break  # the last block of the file is not a whole one
+            is_direct = False
+            calls.set_buffered(file)
+        try:
+            count = calls.pread(file, into[done:], start + done)
+        except OSError as error:
+            if not is_direct or error.errno != errno.EINVAL:
+                raise
+            is_direct = False  # it took O_DIRECT at open, and refuses it now
+            calls.set_buffered(file)
+            continue
+        if count == 0:
+            break
+        done += count
+    return done
 
 
 def _open(root: Root, fd: int, name: str, is_aligned: bool) -> tuple[int, bool]:
@@ -78,25 +84,45 @@ class Spare:
     Writing over blocks that are allocated is faster than writing to fresh ones, and removing a large file can take as
     long as writing it.  Only where the file system is known to be local: elsewhere a reader on another node would see
     the bytes change, whatever the kernel's leases say here.
+
+    A blob is set aside under a partial name, which no writer takes, until the removal of its key is durable: if a
+    writer changed it before, a crash could bring the key back with the writer's bytes.
     """
 
     def __init__(self, root: Root, name: str) -> None:
         self._root = root
         self._name = name
 
-    def keep(self, fd: int, name: str) -> bool:
-        """Whether a blob that is to go lies under the spare's name now.  Raises ``OSError``."""
+    def set_aside(self, fd: int, name: str) -> str:
+        """Move a blob that is to go to a partial name in the root, and tell it; ``""``: not done, remove it."""
         calls = self._root.calls
         if not self._name or name == self._name:
+            return ""
+        with contextlib.suppress(OSError):
+            found = calls.stat(name, fd)
+            if found.st_size < _REUSED_BYTES or not self._root.is_changeable(found) or not calls.is_local(fd):
+                return ""
+            with self._root.directory() as above:
+                if self._is_there(above):
+                    return ""
+                partial = partial_name(self._name)
+                calls.rename(name, partial, fd, above)
+                return partial
+        return ""
+
+    def offer(self, partial: str) -> None:
+        """A blob that was set aside, and whose key is gone for good, is the spare now.  Never raises."""
+        with contextlib.suppress(OSError), self._root.directory() as above:
+            try:
+                self._root.calls.rename(partial, self._name, above, above)
+            except OSError:
+                self._root.calls.unlink(partial, above)
+
+    def _is_there(self, above: int) -> bool:
+        try:
+            self._root.calls.stat(self._name, above)
+        except FileNotFoundError:
             return False
-        found = calls.stat(name, fd)
-        if found.st_size < _REUSED_BYTES or not self._root.is_changeable(found) or not calls.is_local(fd):
-            return False
-        with self._root.directory() as above:
-            with contextlib.suppress(FileNotFoundError):
-                calls.stat(self._name, above)
-                return False  # there is one already
-            calls.rename(name, self._name, fd, above)
         return True
 
     def take(self, fd: int, name: str) -> tuple[int, str] | None:
@@ -106,6 +132,8 @@ class Spare:
         calls, partial = self._root.calls, partial_name(name)
         try:
             with self._root.directory() as above:
+                if not self._root.is_changeable(calls.stat(self._name, above)):
+                    return None
                 calls.rename(self._name, partial, above, fd)
         except OSError:
             return None
@@ -117,7 +145,8 @@ class Spare:
                 return file, partial
         if file >= 0:
             calls.close(file)
-        calls.unlink(partial, fd)
+        with contextlib.suppress(OSError):
+            calls.unlink(partial, fd)
         return None
 
 
@@ -128,7 +157,8 @@ class BlobWriter:
         self._root, self._calls, self._doing = root, root.calls, doing
         self._name, self._size = name, size
         self._closing = threading.Lock()
-        self._directory, self._file, self._partial = os.dup(directory), -1, ""
+        self._users, self._is_named, self._is_over = 0, False, False
+        self._directory, self._file, self._partial = self._calls.dup(directory), -1, ""
         try:
             self._file, self._partial, self._is_direct = self._create(spare)
             self._calls.reserve(self._file, round_up(size, BLOCK_BYTES))  # a full disk is found before the bytes come
@@ -149,37 +179,59 @@ class BlobWriter:
         return *self._root.create_partial(self._directory, self._name), False
 
     def write_at(self, data: memoryview, offset: int) -> None:
-        with translated(self._doing):
+        with translated(self._doing), self._in_use() as file:
             while data:
                 was_direct = self._is_direct
                 try:
-                    written = self._calls.pwrite(self._file, data, offset)
+                    written = self._calls.pwrite(file, data, offset)
                 except OSError as error:
                     if error.errno != errno.EINVAL or not was_direct:
                         raise
                     self._is_direct = False  # refused after all, or not aligned; another thread may know already
-                    self._calls.set_buffered(self._file)
+                    self._calls.set_buffered(file)
                     continue
                 data, offset = data[written:], offset + written
 
     def finish(self) -> None:
-        with translated(self._doing):
-            self._calls.truncate(self._file, self._size)  # the padding of the last block
-            self._calls.fsync(self._file)
-            self._calls.rename(self._partial, self._name, self._directory, self._directory)
-            self._partial = ""
+        with translated(self._doing), self._in_use() as file:
+            if not self._is_named:
+                self._calls.truncate(file, self._size)  # the padding of the last block
+                self._calls.fsync(file)
+                self._calls.rename(self._partial, self._name, self._directory, self._directory)
+                self._is_named = True
             self._root.sync(self._directory)
         self.abort()
 
     def abort(self) -> None:
         with self._closing:
-            file, self._file = self._file, -1
-            directory, self._directory = self._directory, -1
+            self._is_over = True
             partial, self._partial = self._partial, ""
-        if file >= 0:
-            self._calls.close(file)
-        if directory >= 0:
-            if partial:
+            if partial and not self._is_named:
                 with contextlib.suppress(OSError):
-                    self._calls.unlink(partial, directory)
-            self._calls.close(directory)
+                    self._calls.unlink(partial, self._directory)
+        self._close_unused()
+
+    @contextlib.contextmanager
+    def _in_use(self) -> Iterator[int]:
+        """The file's descriptor.  It stays open meanwhile: closed, its number could become that of another file."""
+        with self._closing:
+            if self._is_over:
+                raise OSError(errno.EBADF, "it was finished or given up")
+            self._users += 1
+        try:
+            yield self._file
+        finally:
+            with self._closing:
+                self._users -= 1
+            self._close_unused()
+
+    def _close_unused(self) -> None:
+        with self._closing:
+            if self._users or not self._is_over:
+                return
+            fds = [self._file, self._directory]
+            self._file = self._directory = -1
+        for fd in fds:
+            if fd >= 0:
+                with contextlib.suppress(OSError):
+                    self._calls.close(fd)

@@ -31,6 +31,9 @@ class Calls:
     def close(self, fd: int) -> None:
         os.close(fd)
 
+    def dup(self, fd: int) -> int:
+        return os.dup(fd)
+
     def stat(self, name: str, dir_fd: int) -> os.stat_result:
         """Of the name itself: links are not followed."""
         return os.stat(name, dir_fd=dir_fd, follow_symlinks=False)

@@ -13,9 +13,9 @@ import stat
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final, TypeVar
 
-from stillframe.store.blob import BlobWriter, Spare, read_blob
+from stillframe.store.blob import BlobWriter, Spare, read_blob, read_whole
 from stillframe.store.calls import CALLS, Calls
-from stillframe.store.protocol import Capabilities, Data, Info, check_key
+from stillframe.store.protocol import Capabilities, Data, Info, check_key, check_new_key
 from stillframe.store.root import Root
 from stillframe.store.trouble import translated, trouble
 
@@ -36,9 +36,7 @@ class PosixStore:
 
     @property
     def caps(self) -> Capabilities:
-        is_local = False
-        with contextlib.suppress(OSError), self._root.directory() as fd:
-            is_local = self.calls.is_local(fd)
+        is_local = self._root.is_local()
         return Capabilities(is_direct=hasattr(os, "O_DIRECT"), lands_late=not is_local, is_on_this_node=is_local)
 
     def where(self, key: str = "") -> str:
@@ -65,11 +63,11 @@ class PosixStore:
         def work(fd: int, name: str) -> bool:
             with self._partial_file(fd, name, data, durable=True) as partial:
                 self._root.sync(fd)  # what other clients have put here
-                is_new = self._take_name(fd, partial, name)
+                holds = self._take_name(fd, partial, name) or self._holds(fd, name, data)
             self._root.sync(fd)  # also if it was there: who is told of it relies on it
-            return is_new
+            return holds
 
-        return self._write(key, work, durable=True) or self._holds(key, data)
+        return self._write(key, work, durable=True)
 
     def writer(self, key: str, size: int) -> BlobWriter:
         def work(fd: int, name: str) -> BlobWriter:
@@ -111,9 +109,10 @@ class PosixStore:
             except FileNotFoundError:
                 continue
             except OSError as error:
+                error.filename = directory
                 first = first or error
         if first is not None:
-            raise trouble(f"removing {self.where(first.filename or keys[0])}", first) from first
+            raise trouble(f"removing {self.where(first.filename)}", first) from first
 
     # --- what only a file system has: hints and conveniences, which decide nothing ----------
 
@@ -135,8 +134,14 @@ class PosixStore:
     def rename(self, source: str, target: str, durable: bool = True) -> None:
         """A file or directory takes another name in the root, in the place of a file or of an empty directory."""
         doing = f"renaming {self.where(source)} to {target}"
-        with translated(doing), self._root.parent(source) as (old_fd, old), self._root.parent(target) as (new_fd, new):
+        *above, new = check_key(target)
+        with (
+            translated(doing),
+            self._root.parent(source) as (old_fd, old),
+            self._root.directory(above, is_durable=durable) as new_fd,
+        ):
             self.calls.rename(old, new, old_fd, new_fd)
+            self._root.close()  # what is known of the directories' entries may be true no longer
             if durable:
                 self._root.sync(new_fd)
                 self._root.sync(old_fd)
@@ -191,7 +196,7 @@ class PosixStore:
 
     def _write(self, key: str, work: Callable[[int, str], _T], durable: bool) -> _T:
         """``work(directory, name)`` in the key's directory, made if need be; again if that is removed meanwhile."""
-        *above, name = check_key(key)
+        *above, name = check_new_key(key)
         with translated(f"writing {self.where(key)}"):
             for attempt in range(1, _TRIES + 1):
                 try:
@@ -237,29 +242,47 @@ class PosixStore:
         except FileExistsError:
             return False
 
-    def _holds(self, key: str, data: Data) -> bool:
-        """Whether a key holds exactly these bytes."""
-        info = self.head(key)
-        if info is None or not info.is_ours or info.size != len(data):
-            return False
-        buffer = bytearray(len(data))
-        return self.read(key, 0, memoryview(buffer)) == len(data) and buffer == data
+    def _holds(self, fd: int, name: str, data: Data) -> bool:
+        """Whether a name that is taken has exactly these bytes, and then durably.
+
+        ``FileNotFoundError``: it has been removed meanwhile, and the whole is tried again.
+        """
+        file = self._root.open_regular(fd, name, os.O_RDONLY)
+        try:
+            buffer = bytearray(len(data) + 1)
+            if read_whole(self.calls, file, memoryview(buffer)) != len(data) or buffer[:-1] != data:
+                return False
+            self.calls.fsync(file)  # it may be another's, who did not ask for that
+            return True
+        finally:
+            self.calls.close(file)
 
     def _delete_in(self, directory: str, names: Sequence[str]) -> OSError | None:
         """The first error met, after all names have been tried.  Raises ``OSError`` for the directory itself."""
         first: OSError | None = None
-        with self._root.directory(directory.split("/") if directory else ()) as fd:
+        aside = ""
+        parts = directory.split("/") if directory else []
+        with self._root.directory(parts) as fd:
             for name in names:
                 try:
-                    if not self._spare.keep(fd, name):
+                    was_aside = aside
+                    aside = aside or self._spare.set_aside(fd, name)
+                    if was_aside or not aside:
                         self.calls.unlink(name, fd)
                 except FileNotFoundError:
                     continue
                 except OSError as error:
-                    error.filename = f"{directory}/{name}" if directory else name
+                    error.filename = "/".join([*parts, name])
                     first = first or error
             self._root.sync(fd)
-        if directory:
-            with contextlib.suppress(OSError), self._root.parent(directory) as (above, name):
-                self.calls.rmdir(name, above)  # unless others have files there
+        if aside:
+            self._spare.offer(aside)
+        self._remove_empty(parts)
         return first
+
+    def _remove_empty(self, parts: Sequence[str]) -> None:
+        """A directory, and then those above it, unless others have files there."""
+        with contextlib.suppress(OSError):
+            for depth in range(len(parts) - 1, -1, -1):
+                with self._root.directory(parts[:depth]) as above:
+                    self.calls.rmdir(parts[depth], above)

@@ -1,7 +1,7 @@
 """The narrow waist: seven verbs that map names to immutable bytes.  Everything above knows only these.
 
-A key is a path of plain names, ``step-000000001000/manifest.json``.  The contract, which
-:mod:`stillframe.testing.store_contract` checks for every store:
+A key is a path of plain names, ``step-000000001000/manifest.json``; no key is the directory of another.  The contract,
+which :mod:`stillframe.testing.store_contract` checks for every store:
 
 - A key holds all the bytes of one operation, or nothing.  No reader ever sees a part of them.
 - An operation that returned is visible to every client, and survives a crash (``durable=False`` promises neither
@@ -10,7 +10,7 @@ A key is a path of plain names, ``step-000000001000/manifest.json``.  The contra
   later.**  Repeating it is safe: every verb is idempotent.
 - Absence is an answer (``None``, ``False``, :class:`Missing`); "cannot tell" is a :class:`StorageError`.
 - Names that end in ``.partial`` belong to the store: what an operation that did not finish has left.  ``list`` shows
-  them, so that their owner can delete them; no other verb makes one on request.
+  them, so that their owner can delete them; a key that ends so is refused by every verb that writes.
 """
 
 from __future__ import annotations
@@ -100,7 +100,10 @@ class Store(Protocol):
         """What is there; ``None``: nothing is."""
 
     def list(self, directory: str = "") -> Iterator[str]:
-        """The names below a directory (``""``: the root), in any order; of those with names below them, with ``/``."""
+        """The names below a directory (``""``: the root), in any order; of those with names below them, with ``/``.
+
+        A directory may still be listed when its last key is gone.
+        """
 
     def delete(self, keys: Sequence[str]) -> None:
         """None of them is there; what was gone already is fine.  All of them are tried before it raises.
@@ -128,6 +131,21 @@ def read_part(store: Store, key: str, start: int, count: int) -> bytes:
 def check_key(key: str) -> list[str]:
     """Its names; a key that could lead anywhere else is refused."""
     parts = key.split("/")
-    if any(part in ("", ".", "..") or "\0" in part for part in parts):
+    if any(part in ("", ".", "..") or "\0" in part for part in parts) or not _is_encodable(key):
         raise StorageError(f"{key!r} is not a key: give plain names, separated by '/'")
     return parts
+
+
+def check_new_key(key: str) -> list[str]:
+    """The names of a key that is to be written."""
+    if key.endswith(PARTIAL):
+        raise StorageError(f"{key!r} ends in {PARTIAL!r}: such names belong to the store")
+    return check_key(key)
+
+
+def _is_encodable(key: str) -> bool:
+    try:
+        key.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -23,7 +23,7 @@ from stillframe.store.calls import Calls
 from stillframe.store.protocol import PARTIAL, check_key
 
 _DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY
-_PINNED: Final = 4
+_PINNED: Final = 16
 
 
 class Root:
@@ -37,6 +37,7 @@ class Root:
         """Directories whose own entry is durable, held open so that no other can have the same inode number."""
 
     def close(self) -> None:
+        """Let go of the descriptors.  The next durable operation syncs the directories on its way again."""
         with self._pinning:
             pinned, self._pinned = self._pinned, {}
         for fd in pinned.values():
@@ -79,28 +80,35 @@ class Root:
                 raise
             self._make_directories(self.path)
             fd = self.calls.open(self.path, _DIRECTORY)
-        if is_durable:
-            with contextlib.suppress(PermissionError):  # a parent that we may not open, we have not made either
-                above = self.calls.open(os.path.dirname(self.path), _DIRECTORY)
-                try:
-                    self._make_entry_durable("", above, fd)
-                finally:
-                    self.calls.close(above)
+        try:
+            if is_durable and not self._is_pinned("", fd):
+                self._sync_above(fd)
+                self._pin("", fd)
+        except BaseException:
+            self.calls.close(fd)
+            raise
         return fd
 
+    def _sync_above(self, fd: int) -> None:
+        """Every directory above the root, up to the mount: another client may have made any of them just now."""
+        found = self.calls.fstat(fd)
+        with contextlib.suppress(PermissionError):  # a directory that we may not open, we have not made either
+            above = self.calls.open("..", _DIRECTORY, fd)
+            try:
+                upper = self.calls.fstat(above)
+                if upper.st_dev == found.st_dev and upper.st_ino != found.st_ino:
+                    self.sync(above)
+                    self._sync_above(above)
+            finally:
+                self.calls.close(above)
+
     def _make_directories(self, path: str) -> None:
-        above = os.path.dirname(path)
-        try:
-            fd = self.calls.open(above, _DIRECTORY)
-        except FileNotFoundError:
-            self._make_directories(above)
-            fd = self.calls.open(above, _DIRECTORY)
-        try:
-            with contextlib.suppress(FileExistsError):
-                self.calls.mkdir(os.path.basename(path), fd)
-            self.sync(fd)
-        finally:
-            self.calls.close(fd)
+        with contextlib.suppress(FileExistsError):
+            try:
+                self.calls.mkdir(path)
+            except FileNotFoundError:
+                self._make_directories(os.path.dirname(path))
+                self.calls.mkdir(path)
 
     def _open_below(self, fd: int, name: str, is_made: bool) -> int:
         flags = _DIRECTORY | os.O_NOFOLLOW
@@ -115,16 +123,21 @@ class Root:
 
     def _make_entry_durable(self, path: str, above: int, fd: int) -> None:
         """The directory's entry in the one above, which another client may have made and not synced yet."""
+        if not self._is_pinned(path, fd):
+            self.sync(above)
+            self._pin(path, fd)
+
+    def _is_pinned(self, path: str, fd: int) -> bool:
         with self._pinning:
             pinned = self._pinned.get(path)
-            if pinned is not None and os.path.samestat(self.calls.fstat(pinned), self.calls.fstat(fd)):
-                return
-        self.sync(above)
+            return pinned is not None and os.path.samestat(self.calls.fstat(pinned), self.calls.fstat(fd))
+
+    def _pin(self, path: str, fd: int) -> None:
         with self._pinning:
             dropped = [self._pinned.pop(path)] if path in self._pinned else []
             if len(self._pinned) >= _PINNED:
-                dropped.append(self._pinned.pop(next(iter(self._pinned))))
-            self._pinned[path] = os.dup(fd)
+                dropped.append(self._pinned.pop(next(each for each in self._pinned if each)))
+            self._pinned[path] = self.calls.dup(fd)
             for each in dropped:
                 self.calls.close(each)
 
@@ -136,6 +149,22 @@ class Root:
             if error.errno != errno.EINVAL:  # a file system that has no fsync of directories
                 raise
 
+    def is_local(self) -> bool:
+        """Of the root, or of the directory that it would be made in."""
+        path = self.path
+        while True:
+            try:
+                fd = self.calls.open(path, _DIRECTORY)
+            except FileNotFoundError:
+                path = os.path.dirname(path)
+                continue
+            except OSError:
+                return False
+            try:
+                return self.calls.is_local(fd)
+            finally:
+                self.calls.close(fd)
+
     # --- files -----------------------------------------------------------------------------
 
     def create_partial(self, fd: int, name: str, flags: int = 0) -> tuple[int, str]:
@@ -143,8 +172,14 @@ class Root:
         flags |= os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
         while True:
             partial = partial_name(name)
-            with contextlib.suppress(FileExistsError):
+            try:
                 return self.calls.open(partial, flags, fd), partial
+            except FileExistsError:
+                continue
+            except OSError:  # some kernels make the file, and then refuse O_DIRECT
+                with contextlib.suppress(OSError):
+                    self.calls.unlink(partial, fd)
+                raise
 
     def open_regular(self, fd: int, name: str, flags: int) -> int:
         file = self.calls.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, fd)

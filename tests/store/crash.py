@@ -179,6 +179,11 @@ class Judge:
                         f"{key} holds {_short(value)} after a crash at {time}; allowed: {[*map(_short, values)]}; "
                         f"the last events: {str(recording.events[max(time - 3, 0) : time])[:1000]}"
                     )
+                for claim, key, values in recording.causes(seen[state], time):
+                    assert seen[state][key] in values, (
+                        f"{claim} survived a crash at {time}, but not {key}, which it had seen: now "
+                        f"{_short(seen[state][key])}"
+                    )
         self.count += len(seen)
 
     def _read(self, state: State, recording: Recording, is_used: bool) -> dict[str, bytes | None]:

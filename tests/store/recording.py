@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import shutil
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeAlias
 from unittest import mock
 
 from stillframe.store.calls import Calls
 from stillframe.store.posix import PosixStore
+from stillframe.store.protocol import PARTIAL
 from tests.store.support import fast_directory
 
 BLOCK = 4096
@@ -192,12 +195,17 @@ class Op:
     begin: int = -1
     end: int = 1 << 30
     has_effect: bool = True
+    saw: dict[str, bytes] = field(default_factory=dict)
+    """What the directory of a claim held when it was called."""
 
     def perform(self, store: Any) -> None:
         if self.verb in ("put", "hint"):
             store.put(self.key, self.value, durable=self.verb == "put")
         elif self.verb == "put_new":
+            self.saw = _visible(store.where(), os.path.dirname(self.key))
             self.has_effect = store.put_new(self.key, self.value)
+        elif self.verb == "adopt":
+            assert store.adopt(os.path.basename(self.other), self.key)
         elif self.verb == "delete":
             store.delete([self.key, *([self.other] if self.other else [])])
         elif self.verb == "rename":
@@ -215,7 +223,20 @@ class Op:
             return {}
         if self.verb == "delete":
             return {self.key: None, self.other or self.key: None}
+        if self.verb == "adopt":
+            return {self.key: self.value, self.other: None}
         return {self.key: None, self.other: self.value} if self.verb == "rename" else {self.key: self.value}
+
+
+def _visible(root: str, directory: str) -> dict[str, bytes]:
+    """What any client sees now, durable or not."""
+    found = {}
+    with contextlib.suppress(FileNotFoundError):
+        for name in os.listdir(os.path.join(root, directory)):
+            path = os.path.join(directory, name)
+            if os.path.isfile(os.path.join(root, path)) and not name.endswith(PARTIAL):
+                found[path] = Path(root, path).read_bytes()
+    return found
 
 
 @dataclass(frozen=True)
@@ -247,6 +268,17 @@ class Recording:
         last = [op for op in ended if not any(later.begin >= op.end for later in ended if later is not op)]
         values = {op.effects()[key] for op in [*last, *(op for op in mine if op.end > time)]}
         return values if last else values | {None}
+
+    def causes(self, found: dict[str, bytes | None], time: int) -> Iterator[tuple[str, str, set[bytes | None]]]:
+        """(claim, other key, what it may hold): a claim that survived does so with all that its directory held."""
+        for claim in self.ops:
+            others = [op for op in self.ops if op is not claim and op.effects().get(claim.key) == claim.value]
+            is_claimed = claim.verb == "put_new" and claim.has_effect and claim.begin <= time and not others
+            if is_claimed and found[claim.key] == claim.value:
+                for key, value in claim.saw.items():
+                    mine = [op for op in self.ops if key in op.effects()]
+                    if all(op.verb != "hint" for op in mine):
+                        yield claim.key, key, {value, *(op.effects()[key] for op in mine if op.end > claim.begin)}
 
 
 def record(scenario: Scenario, make: Callable[..., Any] = PosixStore) -> Recording:

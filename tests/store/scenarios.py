@@ -30,6 +30,7 @@ IN_TURN: dict[str, Ops] = {
     ],
     "blobs": [(0, "write", "d/x", C + A), (1, "write", "d/x", B), (0, "abort", "d/x", A), (1, "delete", "d/x")],
     "a hint that is claimed": [(0, "hint", "x", A), (1, "put_new", "x", A), (0, "put", "y", B), (0, "put_new", "y", B)],
+    "adopted": [(0, "put", "d/s", A), (1, "adopt", "d/x", A, "d/s"), (0, "put", "d/s", B)],
     "renamed": [(0, "put", "d/x", A), (0, "put", "e/z", B), (1, "rename", "d/x", A, "e/y"), (0, "put", "e/y", B)],
 }  # fmt: skip
 WITH_SPARE: dict[str, Ops] = {
@@ -46,6 +47,8 @@ AT_ONCE: dict[str, Ops] = {
     "put and delete": [(0, "put", "d/x", A), (0, "put", "d/x", B), (1, "delete", "d/x"), (1, "delete", "d/x")],
     "a new directory": [(0, "put", "d/e/x", A), (1, "put", "d/e/y", A), (0, "delete", "d/e/x"), (1, "delete", "d/e/y")],
 }  # fmt: skip
+SEEN: Ops = [(1, "put", "d/x", B), (0, "put_new", "d/y", C)]
+"""The claim sees a put that has not returned yet."""
 AT_ONCE_WITH_SPARE: dict[str, Ops] = {
     "removed and taken": [(0, "write", "d/x", C), (0, "delete", "d/x"), (1, "write", "y", B), (1, "write", "y", C)],
 }  # fmt: skip
@@ -57,6 +60,7 @@ def scenarios(seeds: int, step: int = 1) -> dict[str, Scenario]:
     found = {name: Scenario(ops) for name, ops in IN_TURN.items()}
     found |= {name: Scenario(ops, spare=SPARE) for name, ops in WITH_SPARE.items()}
     found["no links"] = Scenario(IN_TURN["one key"], has_links=False)
+    found |= {f"seen {calls}": Scenario(SEEN, (0, calls)) for calls in range(15, 30)}
     for switches in [*_stops(step), *(_switches(random.Random(seed)) for seed in range(seeds))]:
         found |= {f"{name} {switches}": Scenario(ops, switches) for name, ops in AT_ONCE.items()}
         found |= {

@@ -124,9 +124,9 @@ class MemoryStore:
 
     def delete(self, keys: Sequence[str]) -> None:
         for key in keys:
-            check_key(key)
+            check_key(key.removesuffix("/"))
         failure: StorageError | None = None
-        for key in keys:
+        for key in (each for each in keys if not each.endswith("/")):  # directories are made of keys alone
             try:
                 self._remove(key)
             except StorageError as error:

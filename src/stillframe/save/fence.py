@@ -1,8 +1,8 @@
 """The fence: before its update, every optimizer in the process waits for what is not copied yet.
 
 One global pre-hook of ``torch.optim`` covers foreach, fused and plain optimizers, several of them, and
-gradient accumulation (it runs once per ``step()``, not per backward).  It is idempotent and costs well
-under a microsecond when nothing is pending.  Not covered, because torch calls no hook there: updates
+gradient accumulation (it runs once per ``step()``, not per backward).  It is idempotent and costs
+one to two microseconds when nothing is pending.  Not covered, because torch calls no hook there: updates
 written by hand, and ``load_state_dict``; ``Checkpointer.fence()`` is for those.
 """
 

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from stillframe.checkpointer import Checkpointer
     from stillframe.format.values import ELSEWHERE
     from stillframe.model import Label, Progress, RestoreReport, Stats, Times
-    from stillframe.restore.boxes import PartReader
+    from stillframe.restore.boxes import BoxReader
     from stillframe.restore.load import load
     from stillframe.retention import KeepEvery, KeepLast
     from stillframe.save.saves import Save
@@ -61,6 +61,7 @@ __version__ = "0.1.0"
 __all__ = [
     "ELSEWHERE",
     "RNG",
+    "BoxReader",
     "BusyError",
     "Catalog",
     "Checkpoint",
@@ -77,7 +78,6 @@ __all__ = [
     "MismatchError",
     "NotFoundError",
     "Part",
-    "PartReader",
     "Progress",
     "RestoreReport",
     "Save",
@@ -105,7 +105,7 @@ _HOMES = {
     "KeepLast": "retention",
     "Label": "model",
     "Part": "state.boxes",
-    "PartReader": "restore.boxes",
+    "BoxReader": "restore.boxes",
     "Progress": "model",
     "RNG": "state.rng",
     "RestoreReport": "model",

@@ -13,13 +13,12 @@ import typer
 
 from stillframe.checkpoint import contents, survey
 from stillframe.checkpoint.catalog import Checkpoint
-from stillframe.checkpoint.compare import Outcome, Pair, compare
+from stillframe.checkpoint.compare import Change, Pair, compare
 from stillframe.checkpoint.contents import Entry
-from stillframe.checkpoint.stored import Stored
+from stillframe.checkpoint.stored import Located, Stored
 from stillframe.cli import output
 from stillframe.cli.arguments import Json
 from stillframe.errors import ConfigError
-from stillframe.format.tree import ArrayNode, ShardedNode, TensorNode
 
 if TYPE_CHECKING:
     from stillframe.restore.statistics import Difference
@@ -39,7 +38,7 @@ class Only(str, Enum):
 @dataclass(frozen=True, slots=True)
 class _Row:
     pair: Pair
-    outcome: Outcome
+    outcome: Change
     difference: Difference | None = None
 
 
@@ -100,14 +99,14 @@ def _open(root: Path, step: int | None) -> Checkpoint:
 def measured(one: Checkpoint, other: Checkpoint) -> list[_Row]:
     """Everything in both; reads what checksums do not tell."""
     pairs = compare(one, other)
-    unread = [pair for pair in pairs if pair.outcome == "unread"]
+    unread = [pair for pair in pairs if pair.change == "unread"]
     found: dict[int, Difference] = {}
     if unread:
         found = _differences(one, other, unread)
 
     def row(pair: Pair) -> _Row:
         apart = found.get(id(pair))
-        return _Row(pair, pair.outcome if apart is None else "changed" if apart.different else "equal", apart)
+        return _Row(pair, pair.change if apart is None else "changed" if apart.different else "equal", apart)
 
     return [row(pair) for pair in pairs]
 
@@ -118,8 +117,8 @@ def _differences(one: Checkpoint, other: Checkpoint, unread: Sequence[Pair]) -> 
 
     found: dict[int, Difference] = {}
     with output.progress("comparing", sum(pair.bytes for pair in unread)) as advance:
-        left = pull(_all_of(one), [_node(pair.left) for pair in unread])
-        right = pull(_all_of(other), [_node(pair.right) for pair in unread])
+        left = pull(_all_of(one), [_leaf(pair.left) for pair in unread])
+        right = pull(_all_of(other), [_leaf(pair.right) for pair in unread])
         for pair, a, b in zip(unread, left, right, strict=True):
             found[id(pair)] = difference(a, b)
             advance(pair.bytes)
@@ -130,10 +129,9 @@ def _all_of(checkpoint: Checkpoint) -> Stored:
     return Stored(checkpoint, checkpoint.ranks[0], is_merged=True)
 
 
-def _node(entry: Entry | None) -> TensorNode | ShardedNode | ArrayNode:
+def _leaf(entry: Entry | None) -> Located:
     assert entry is not None
-    assert isinstance(entry.node, TensorNode | ShardedNode | ArrayNode)
-    return entry.node
+    return entry.leaf
 
 
 def _print(chosen: Sequence[_Row]) -> None:

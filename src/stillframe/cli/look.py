@@ -18,7 +18,6 @@ from stillframe.cli import output
 from stillframe.cli.arguments import Json, Rank, Root, Step
 from stillframe.errors import NotFoundError, VersionError
 from stillframe.format.records import Manifest
-from stillframe.format.tree import ArrayNode, ShardedNode, TensorNode
 from stillframe.units import format_bytes, format_ranks
 
 _NARROW = 76
@@ -157,8 +156,7 @@ def _statistics(stored: Stored, chosen: Sequence[Entry]) -> _Figures:
     read = [each for each in chosen if each.kind != "value"]
     figures: _Figures = {}
     with output.progress("reading", sum(each.bytes for each in read)) as advance:
-        nodes = [each.node for each in read if isinstance(each.node, TensorNode | ShardedNode | ArrayNode)]
-        tensors = pull(stored, nodes)
+        tensors = pull(stored, [each.leaf for each in read])
         for each, found in zip(read, tensors, strict=True):
             made = statistics(found)
             figures[each.key] = {name: getattr(made, name) for name in ("min", "max", "mean", "nan", "inf")}
@@ -170,7 +168,7 @@ def _entry_json(each: Entry) -> dict[str, object]:
     found: dict[str, object] = {"path": each.name, "kind": each.kind}
     if each.kind == "value":
         return found | {"value": each.value}
-    parts = [{"rank": part.rank, "offset": part.offset, "shape": part.shape} for part in each.parts]
+    parts = [{"rank": part.rank, "offset": part.offset, "shape": part.shape} for part in each.boxes]
     return found | {
         "dtype": each.dtype, "shape": each.shape, "bytes": each.bytes, "tied_to": each.tied_to or None,
         "sharding": each.sharding or None, "parts": parts,

@@ -41,7 +41,7 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 
-from stillframe import ELSEWHERE, Part, PartReader, register_leaf
+from stillframe import ELSEWHERE, BoxReader, Part, register_leaf
 from stillframe.errors import ConfigError, StateError, UnsupportedStateError
 from stillframe.integrations.lazy import Stager, take_staging
 from stillframe.integrations.runs import close_run, open_run, seat
@@ -157,7 +157,7 @@ class Reader(_Place, StorageReader):
 
     def __init__(self, path: _PathLike, *, step: int | None = None) -> None:
         super().__init__(path, step=step)
-        self._reader: PartReader | None = None
+        self._reader: BoxReader | None = None
         self._flat: dict[str, Any] = {}
 
     def read_metadata(self) -> Metadata:
@@ -168,7 +168,7 @@ class Reader(_Place, StorageReader):
             )
         if self._reader is not None:
             self._reader.close()
-        self._reader = PartReader(self.path, self.step, rank=seat()[0])
+        self._reader = BoxReader(self.path, self.step, rank=seat()[0])
         outline = self._reader.outline
         self._flat, paths = _nested_dict.flatten_state_dict(outline if isinstance(outline, dict) else {"": outline})
         return Metadata({name: self._described(value) for name, value in self._flat.items()}, planner_data=paths)

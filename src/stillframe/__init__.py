@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from stillframe.checkpointer import Checkpointer
     from stillframe.format.values import ELSEWHERE
     from stillframe.model import Label, Progress, RestoreReport, Stats, Times
-    from stillframe.restore.boxes import PartReader
+    from stillframe.restore.boxes import BoxReader
     from stillframe.restore.load import load
     from stillframe.retention import KeepEvery, KeepLast
     from stillframe.save.saves import Save
@@ -63,6 +63,7 @@ __version__ = VERSION
 __all__ = [
     "ELSEWHERE",
     "RNG",
+    "BoxReader",
     "BusyError",
     "Catalog",
     "Checkpoint",
@@ -79,7 +80,6 @@ __all__ = [
     "MismatchError",
     "NotFoundError",
     "Part",
-    "PartReader",
     "Progress",
     "RestoreReport",
     "Save",
@@ -107,7 +107,7 @@ _HOMES = {
     "KeepLast": "retention",
     "Label": "model",
     "Part": "state.boxes",
-    "PartReader": "restore.boxes",
+    "BoxReader": "restore.boxes",
     "Progress": "model",
     "RNG": "state.rng",
     "RestoreReport": "model",

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from stillframe import (
+    BoxReader,
     Catalog,
     Checkpointer,
     ConfigError,
@@ -18,7 +19,6 @@ from stillframe import (
     KeepLast,
     Label,
     Part,
-    PartReader,
     load,
     storable,
 )
@@ -33,7 +33,7 @@ def save(root: Path, step: int = 1, **state: object) -> None:
 
 def test_a_part_is_stored_where_it_lies_in_the_whole(tmp_path: Path) -> None:
     save(tmp_path, w=Part(WHOLE[2:5, 3:9], WHOLE.shape, (2, 3)), n=7)
-    with PartReader(tmp_path) as reader:
+    with BoxReader(tmp_path) as reader:
         w = reader.outline["w"]
         assert (w.shape, w.device.type, reader.outline["n"]) == (WHOLE.shape, "meta", 7)
         assert reader.boxes(w) == [((2, 3), (3, 6))]
@@ -65,13 +65,13 @@ def test_parts_move_from_save_to_save(tmp_path: Path) -> None:
         checkpointer.save(1, {"w": Part(WHOLE[:3], WHOLE.shape, (0, 0))})
         checkpointer.save(2, {"w": Part(WHOLE[:3], WHOLE.shape, (3, 0))})
     for step, at in ((1, 0), (2, 3)):
-        with PartReader(tmp_path, step) as reader:
+        with BoxReader(tmp_path, step) as reader:
             assert reader.boxes(reader.outline["w"]) == [((at, 0), (3, 10))]
 
 
 def test_a_reader_knows_only_its_own_tensors(tmp_path: Path) -> None:
     save(tmp_path, w=WHOLE, a=[1, (2, {"x": WHOLE.clone()})])
-    with PartReader(tmp_path) as reader:
+    with BoxReader(tmp_path) as reader:
         assert reader.outline["a"][0] == 1
         assert reader.outline["a"][1][1]["x"].shape == WHOLE.shape
         with pytest.raises(ConfigError, match="no tensor of this reader"):

@@ -1,7 +1,7 @@
-"""Two checkpoints side by side: what appeared, what went, what may have changed.
+"""Two checkpoints side by side: what was added, what was removed, what may have changed.
 
-Where both have a tensor's bytes at the same place of chunks with the same checksums, it is the same, and nothing
-is read.  All others have to be read by whoever wants to know; a checksum is of a chunk, and others lie in it, too.
+No tensor is read.  A tensor is equal in both if it lies at the same place of chunks with equal checksums.  Otherwise
+the checksums do not tell, because a chunk holds several tensors: the caller has to read both.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from stillframe.checkpoint.catalog import Checkpoint
 from stillframe.checkpoint.contents import Entry, entries_of_all, is_same
 from stillframe.errors import MismatchError
 
-Outcome = Literal["equal", "changed", "added", "removed", "unread"]
-"""``unread``: two tensors of the same form whose checksums do not tell."""
+Change = Literal["equal", "changed", "added", "removed", "unread"]
+"""``unread``: two tensors of the same dtype and shape whose checksums do not tell."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """What has the same path in both; one side may be missing."""
+    """The entries with one path in both checkpoints; ``None`` where a side has none."""
 
-    outcome: Outcome
+    change: Change
     left: Entry | None
     right: Entry | None
 
@@ -34,19 +34,19 @@ class Pair:
 
     @property
     def bytes(self) -> int:
-        """To be read to know more."""
+        """How much has to be read to compare the content."""
         return sum(each.bytes for each in (self.left, self.right) if each is not None)
 
 
 def compare(left: Checkpoint, right: Checkpoint) -> list[Pair]:
-    """Of all ranks; in the order of the right one, then what only the left one has.
+    """The entries of all ranks: those of the right checkpoint in its order, then those that only the left one has.
 
-    Raises: :class:`MismatchError` if parts of a tensor lie elsewhere, in roots that are not shared.
+    Raises: :class:`MismatchError` if boxes of a tensor lie in other roots, because the ranks did not share one.
     """
     before = {entry.key: entry for entry in entries_of_all(left)}
     after = {entry.key: entry for entry in entries_of_all(right)}
     pairs = [
-        Pair(_outcome(left, right, before[key], entry), before[key], entry)
+        Pair(_change(left, right, before[key], entry), before[key], entry)
         if key in before
         else Pair("added", None, entry)
         for key, entry in after.items()
@@ -54,27 +54,26 @@ def compare(left: Checkpoint, right: Checkpoint) -> list[Pair]:
     return pairs + [Pair("removed", entry, None) for key, entry in before.items() if key not in after]
 
 
-def _outcome(left: Checkpoint, right: Checkpoint, one: Entry, other: Entry) -> Outcome:
-    if (one.kind, one.holders, one.dtype, one.shape) != (other.kind, other.holders, other.dtype, other.shape):
+def _change(left: Checkpoint, right: Checkpoint, one: Entry, other: Entry) -> Change:
+    if (one.kind, one.containers, one.dtype, one.shape) != (other.kind, other.containers, other.dtype, other.shape):
         return "changed"
     if one.kind == "value":
         return "equal" if is_same(one, other) else "changed"
-    is_same_view = getattr(one.node, "view", None) == getattr(other.node, "view", None)
-    if is_same_view and _checksums(left, one) == _checksums(right, other):
+    if one.leaf.view == other.leaf.view and _checksums(left, one) == _checksums(right, other):
         return "equal"
     return "unread"
 
 
 def _checksums(checkpoint: Checkpoint, entry: Entry) -> list[tuple[object, ...]]:
-    """Equal only if the bytes are: the checksums of the chunks that hold each part, and where in them it lies."""
-    if entry.sharding and sum(math.prod(part.shape) for part in entry.parts) < math.prod(entry.shape):
+    """The checksums of the chunks that hold each box, and its place in them; equal only if the bytes are."""
+    if entry.is_sharded and sum(math.prod(box.shape) for box in entry.boxes) < math.prod(entry.shape):
         raise MismatchError(f"parts of {entry.name!r} are not in {checkpoint.path.parent}: its ranks did not share it")
     found: list[tuple[object, ...]] = []
-    for part in sorted(entry.parts, key=lambda part: (part.offset, part.shape)):
-        seal = checkpoint.of(part.rank).seal
-        shard, segment = seal.shards[part.shard], seal.segment
+    for box in sorted(entry.boxes, key=lambda box: (box.offset, box.shape)):
+        seal = checkpoint.of(box.rank).seal
+        shard, segment = seal.shards[box.shard], seal.segment
         if shard.nbytes:
             first, last = shard.start // segment.chunk_bytes, (shard.end - 1) // segment.chunk_bytes
             place = shard.start - first * segment.chunk_bytes, segment.chunk_bytes
-            found.append((part.offset, part.shape, place, *segment.chunks[first : last + 1]))
+            found.append((box.offset, box.shape, place, *segment.chunks[first : last + 1]))
     return found

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import fnmatch
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -12,27 +11,14 @@ from typing import Any, Literal
 import msgspec
 
 from stillframe.checkpoint.catalog import Checkpoint
-from stillframe.checkpoint.stored import Piece, Stored
+from stillframe.checkpoint.stored import Located, Stored, StoredBox
 from stillframe.errors import FormatError, NotFoundError
-from stillframe.format.segment import ITEM_BYTES, Shard
-from stillframe.format.tree import (
-    ArrayNode,
-    DictNode,
-    LeafNode,
-    ListNode,
-    Node,
-    ObjectNode,
-    Path,
-    ShardedNode,
-    TensorNode,
-    TupleNode,
-    ValueNode,
-    render,
-)
+from stillframe.format import tree
+from stillframe.format.segment import ITEM_BYTES
 from stillframe.format.values import TAG
 
 Kind = Literal["tensor", "array", "value"]
-_EMPTY = {DictNode: {}, ListNode: [], TupleNode: {TAG: "tuple", "items": []}}
+_EMPTY = {tree.DictNode: {}, tree.ListNode: [], tree.TupleNode: {TAG: "tuple", "items": []}}
 _MAX_TEXT = 60
 
 
@@ -40,100 +26,120 @@ _MAX_TEXT = 60
 class Entry:
     """One leaf of the state."""
 
-    path: Path
+    path: tree.Path
     kind: Kind
-    node: Node
-    """A leaf; or a container that is empty, which counts as a value."""
-    holders: tuple[str, ...] = ()
-    """What it lies in, from the top: kinds of containers, and the names of registered leaves."""
+    leaf: Located
+    """A leaf of the stored tree; or an empty container, which counts as a value."""
+    containers: tuple[str, ...] = ()
+    """What it lies in, from the top: the kinds of containers, and the names of registered types."""
     dtype: str = ""
     shape: tuple[int, ...] = ()
     bytes: int = 0
-    """Of the whole tensor; 0 if the memory is another entry's."""
-    parts: tuple[Piece, ...] = ()
-    """Where a tensor's bytes lie: one shard, or one for each box."""
+    """Of the whole tensor; 0 if it aliases another entry."""
+    boxes: tuple[StoredBox, ...] = ()
+    """The stored boxes of a tensor; one if it is not divided."""
     tied_to: str = ""
-    """An entry before it that has the same memory."""
+    """The name of an earlier entry that it aliases."""
     value: Any = None
     """Still encoded."""
     rank: int | None = None
-    """Whose it is, where each rank has its own and others' are listed, too."""
+    """The rank that stored it, where a listing has the same path of several ranks."""
 
     @property
     def name(self) -> str:
-        plain = render(self.path) or "~"
+        plain = tree.render(self.path) or "~"
         return plain if self.rank is None else f"{plain} (rank {self.rank})"
 
     @property
     def key(self) -> tuple[object, ...]:
-        """Different for all entries of a state, also for those under the keys ``0`` and ``"0"``."""
-        return (self.rank, *((type(part).__name__, part) for part in self.path))
+        """Unique among the entries of a state; the keys ``0`` and ``"0"`` of a dict stay apart."""
+        return (self.rank, *((type(key).__name__, key) for key in self.path))
+
+    @property
+    def is_sharded(self) -> bool:
+        return isinstance(self.leaf.node, tree.ShardedNode)
 
     @property
     def sharding(self) -> str:
         """How a tensor lies over the ranks; empty if it is one rank's alone."""
-        if not isinstance(self.node, ShardedNode):
+        if not self.is_sharded:
             return ""
-        ranks = {part.rank for part in self.parts}
-        if len(self.parts) == 1:
-            return "replicated" if self.parts[0].shape == self.shape else "part"
-        split = [dim for dim in range(len(self.shape)) if len({part.offset[dim] for part in self.parts}) > 1]
+        ranks = {box.rank for box in self.boxes}
+        if len(self.boxes) == 1:
+            return "replicated" if self.boxes[0].shape == self.shape else "part"
+        split = [dim for dim in range(len(self.shape)) if len({box.offset[dim] for box in self.boxes}) > 1]
         on = "1 rank" if len(ranks) == 1 else f"{len(ranks)} ranks"
-        return f"{len(self.parts)} parts by dim {', '.join(map(str, split))} on {on}"
+        return f"{len(self.boxes)} parts by dim {', '.join(map(str, split))} on {on}"
 
 
 def entries(stored: Stored) -> list[Entry]:
     """Every leaf, in the order of the state."""
-    seen: dict[str, str] = {}
-    return [_entry(stored, *found, seen) for found in leaves(stored.tree)]
+    names: dict[object, str] = {}
+    return [_entry(stored, *found, names) for found in _leaves(stored.tree)]
 
 
 def entries_of_all(checkpoint: Checkpoint) -> list[Entry]:
-    """Every leaf of every rank: what they hold together once, what each keeps for itself once for each, unless it is a
-    plain value that is the same."""
+    """Every leaf of every rank.
+
+    A sharded tensor is listed once.  Anything else is listed once for each rank that stored it, except that equal
+    plain values are listed once.
+    """
     first = checkpoint.ranks[0]
     found = entries(Stored(checkpoint, first, is_merged=True))
     shared = {entry.key: entry for entry in found}
     for rank in checkpoint.ranks[1:]:
-        own = Stored(checkpoint, rank, is_merged=False)
-        for entry in entries(own):
+        for entry in entries(Stored(checkpoint, rank, is_merged=False)):
             common = shared.get(entry.key)
-            if isinstance(entry.node, ShardedNode) or (common is not None and is_same(common, entry)):
+            if entry.is_sharded or (common is not None and is_same(common, entry)):
                 continue
-            if common is None or common.node != entry.node:  # not the merged tree's own copy of it
+            is_listed = common is not None and (common.leaf.rank, common.leaf.node) == (rank, entry.leaf.node)
+            if not is_listed:
                 found.append(dataclasses.replace(entry, rank=rank))
     return found
 
 
 def is_same(one: Entry, other: Entry) -> bool:
-    """Plain values, in the same place of the same structure, with the same bits."""
+    """Whether both are plain values in the same place of the same structure, with the same bits."""
     return (
         (one.kind, other.kind) == ("value", "value")
-        and one.holders == other.holders
+        and one.containers == other.containers
         and msgspec.json.encode(one.value) == msgspec.json.encode(other.value)
     )
 
 
-def leaves(tree: Node, path: Path = (), holders: tuple[str, ...] = ()) -> Iterator[tuple[Path, tuple[str, ...], Node]]:
-    """Everything that holds nothing."""
-    if isinstance(tree, ObjectNode):
-        yield from leaves(tree.item, path, holders)
-    elif isinstance(tree, LeafNode):
-        yield from leaves(tree.item, path, (*holders, tree.name))
-    elif isinstance(tree, DictNode | ListNode | TupleNode) and tree.items:
-        keys = map(key_of, tree.keys) if isinstance(tree, DictNode) else range(len(tree.items))
-        kind = "ordered dict" if isinstance(tree, DictNode) and tree.is_ordered else type(tree).__name__
-        for key, item in zip(keys, tree.items, strict=True):
-            yield from leaves(item, (*path, key), (*holders, kind))
+def items_of(located: Located) -> list[tuple[Any, Located]]:
+    """The items of a dict, list or tuple by key or index; none of anything else."""
+    node = located.node
+    if isinstance(node, tree.DictNode):
+        return list(zip(map(key_of, node.keys), located.children, strict=True))
+    return list(enumerate(located.children)) if isinstance(node, tree.ListNode | tree.TupleNode) else []
+
+
+def _leaves(
+    located: Located, path: tree.Path = (), containers: tuple[str, ...] = ()
+) -> Iterator[tuple[tree.Path, tuple[str, ...], Located]]:
+    """Leaves and empty containers, each with its path and the containers that it lies in."""
+    node = located.node
+    if isinstance(node, tree.ObjectNode):
+        yield from _leaves(located.content, path, containers)
+    elif isinstance(node, tree.LeafNode):
+        yield from _leaves(located.children[0], path, (*containers, node.name))
+    elif not tree.children(node):
+        yield path, containers, located
     else:
-        yield path, holders, tree
+        kind = "ordered dict" if isinstance(node, tree.DictNode) and node.is_ordered else type(node).__name__
+        for key, item in items_of(located):
+            yield from _leaves(item, (*path, key), (*containers, kind))
 
 
 def matching(found: Sequence[Entry], patterns: Sequence[str]) -> list[Entry]:
-    """Those of these names, below them, or of these globs; :class:`NotFoundError` if a pattern matches none."""
+    """The entries that fit a pattern: a name, the name of a container, or a glob.
+
+    Raises: :class:`NotFoundError` if a pattern fits none.
+    """
     chosen: set[int] = set()
     for pattern in patterns:
-        hits = [at for at, entry in enumerate(found) if _matches(entry.name, pattern)]
+        hits = [at for at, entry in enumerate(found) if tree.is_match(entry.name, pattern)]
         if not hits:
             some = ", ".join(entry.name for entry in found[:3])
             raise NotFoundError(f"{pattern!r} matches nothing; there are {some or 'no entries at all'}, …")
@@ -141,40 +147,32 @@ def matching(found: Sequence[Entry], patterns: Sequence[str]) -> list[Entry]:
     return [found[at] for at in sorted(chosen)]
 
 
-def _matches(name: str, pattern: str) -> bool:
-    return name == pattern or name.startswith(pattern.rstrip("/") + "/") or fnmatch.fnmatchcase(name, pattern)
-
-
-def _entry(stored: Stored, path: Path, holders: tuple[str, ...], node: Node, seen: dict[str, str]) -> Entry:
-    if isinstance(node, ValueNode):
-        return Entry(path, "value", node, holders, value=stored.value(node))
-    if not isinstance(node, TensorNode | ShardedNode | ArrayNode):
-        return Entry(path, "value", node, holders, value=_EMPTY[type(node)])
-    if isinstance(node, ShardedNode):
-        parts = tuple(stored.all_pieces(node))
-        identity = f"={node.tensor}"
-        dtype, shape = node.dtype, node.shape
-    else:
-        parts = tuple(next(iter(stored.pieces(TensorNode(node.shard)))))
-        identity = str(node.shard)
-        shard: Shard = stored.shard(node.shard)
-        form = node.view if isinstance(node, TensorNode) and node.view is not None else shard
-        dtype, shape = form.dtype, form.shape
+def _entry(
+    stored: Stored, path: tree.Path, containers: tuple[str, ...], leaf: Located, names: dict[object, str]
+) -> Entry:
+    """``names``: the first name of everything stored that has been seen so far."""
+    if isinstance(leaf.node, tree.ValueNode):
+        return Entry(path, "value", leaf, containers, value=stored.value(leaf))
+    if not tree.is_leaf(leaf.node):
+        return Entry(path, "value", leaf, containers, value=_EMPTY[type(leaf.node)])
+    dtype, shape = stored.form(leaf)
     if dtype not in ITEM_BYTES:
-        raise FormatError(f"tensor {render(path)!r} has an unknown dtype {dtype!r}")
-    tied_to = seen.get(identity, "")
-    seen.setdefault(identity, render(path) or "~")
+        raise FormatError(f"tensor {tree.render(path)!r} has an unknown dtype {dtype!r}")
+    identity = leaf.identity
+    tied_to = names.get(identity, "")
+    if not tied_to:
+        names[identity] = tree.render(path) or "~"
     size = 0 if tied_to else math.prod(shape) * ITEM_BYTES[dtype]
-    kind: Kind = "array" if isinstance(node, ArrayNode) else "tensor"
-    return Entry(path, kind, node, holders, dtype, shape, size, parts, tied_to)
+    kind: Kind = "tensor" if leaf.is_tensor else "array"
+    return Entry(path, kind, leaf, containers, dtype, shape, size, tuple(stored.boxes(leaf)), tied_to)
 
 
 class OddKey(str):
-    """A dict's key that is none of JSON's own, such as a tuple, as its encoded text; which may be a key, too."""
+    """The encoded text of a dict's key that is no JSON scalar, such as a tuple; the same text may be a string key."""
 
 
 def key_of(encoded: Any) -> Any:
-    """A dict's key as it reads."""
+    """A dict's key for display."""
     return OddKey(msgspec.json.encode(encoded).decode()) if isinstance(encoded, dict | list) else encoded
 
 

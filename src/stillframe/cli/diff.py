@@ -13,7 +13,7 @@ import typer
 
 from stillframe.checkpoint import contents, survey
 from stillframe.checkpoint.catalog import Checkpoint
-from stillframe.checkpoint.compare import Outcome, Pair, compare
+from stillframe.checkpoint.compare import Change, Pair, compare
 from stillframe.checkpoint.contents import Entry
 from stillframe.cli import output
 from stillframe.cli.arguments import Json
@@ -43,9 +43,9 @@ class _Row:
     difference: Difference | None
 
     @property
-    def outcome(self) -> Outcome:
+    def outcome(self) -> Change:
         if self.difference is None:
-            return self.pair.outcome
+            return self.pair.change
         return "changed" if self.difference.different else "equal"
 
 
@@ -103,8 +103,8 @@ def _open(root: Path, step: int | None) -> Checkpoint:
 def measured(one: Checkpoint, other: Checkpoint) -> list[_Row]:
     """Compare all entries of two checkpoints; reads only what their checksums do not decide."""
     pairs = compare(one, other)
-    differences = iter(_differences(one, other, [pair for pair in pairs if pair.outcome == "unread"]))
-    return [_Row(pair, next(differences) if pair.outcome == "unread" else None) for pair in pairs]
+    differences = iter(_differences(one, other, [pair for pair in pairs if pair.change == "unread"]))
+    return [_Row(pair, next(differences) if pair.change == "unread" else None) for pair in pairs]
 
 
 def _differences(one: Checkpoint, other: Checkpoint, unread: Sequence[Pair]) -> list[Difference]:

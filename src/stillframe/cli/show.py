@@ -78,7 +78,7 @@ def _json(each: Entry) -> dict[str, object]:
     found: dict[str, object] = {"path": each.name, "kind": each.kind}
     if each.kind == "value":
         return found | {"value": each.value}
-    parts = [{"rank": part.rank, "offset": part.offset, "shape": part.shape} for part in each.parts]
+    parts = [{"rank": part.rank, "offset": part.offset, "shape": part.shape} for part in each.boxes]
     return found | {
         "dtype": each.dtype, "shape": each.shape, "bytes": each.bytes, "tied_to": each.tied_to or None,
         "sharding": each.sharding or None, "parts": parts,

@@ -12,7 +12,6 @@ from stillframe.checkpoint.catalog import Checkpoint
 from stillframe.checkpoint.contents import Entry
 from stillframe.checkpoint.stored import Stored
 from stillframe.errors import NotFoundError
-from stillframe.format.tree import ArrayNode, ShardedNode, TensorNode
 
 
 @contextlib.contextmanager
@@ -32,4 +31,4 @@ def tensors(stored: Stored, entries: Sequence[Entry]) -> Iterator[Any]:
     """Read and verify tensors and arrays, in the order of the entries; all are torch tensors."""
     from stillframe.restore.load import pull
 
-    return pull(stored, [each.node for each in entries if isinstance(each.node, TensorNode | ShardedNode | ArrayNode)])
+    return pull(stored, [each.leaf for each in entries])

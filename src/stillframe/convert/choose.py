@@ -6,20 +6,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from stillframe.checkpoint.contents import Entry, entries, key_of
-from stillframe.checkpoint.stored import Stored
+from stillframe.checkpoint.contents import Entry, entries, items_of
+from stillframe.checkpoint.stored import Located, Stored
 from stillframe.errors import ConfigError, NotFoundError
-from stillframe.format.tree import (
-    ArrayNode,
-    DictNode,
-    LeafNode,
-    ListNode,
-    Node,
-    ObjectNode,
-    Path,
-    TensorNode,
-    TupleNode,
-)
+from stillframe.format import tree
 
 _MODEL = "model"
 _ALONE = "tensor"
@@ -37,9 +27,9 @@ class Named:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A part of the state."""
+    """A part of the state: the node at its top, and its leaves."""
 
-    node: Node
+    top: Located
     leaves: list[Named]
 
     @property
@@ -52,9 +42,9 @@ def everything(stored: Stored) -> Choice:
 
 
 def weights(stored: Stored, below: str | None, is_any_rank: bool) -> Choice:
-    """What lies below a path: the one given, else ``model``, else everything if there is nothing but tensors.
+    """What lies below a path: the one given, else ``model``, else the whole state if it holds nothing but tensors.
 
-    ``is_any_rank``: of tensors that every rank has for itself, this one's will do; else they are refused.
+    ``is_any_rank``: of tensors that every rank stored for itself, take this rank's; else they are refused.
     """
     found = entries(stored)
     tops = list(dict.fromkeys(str(entry.path[0]) if entry.path else "~" for entry in found))
@@ -65,18 +55,18 @@ def weights(stored: Stored, below: str | None, is_any_rank: bool) -> Choice:
             f"which part are the weights? The state holds {', '.join(tops[:8])}; say --below PATH, or --all"
         )
     keys = [] if below is None else [part.replace("~1", "/").replace("~0", "~") for part in below.strip("/").split("/")]
-    node, path = _descend(stored.tree, keys, below or "")
-    chosen = _choice(stored, node, path)
+    top, path = _descend(stored.tree, keys, below or "")
+    chosen = _choice(stored, top, path)
     if not is_any_rank:
         _check_one_for_all(stored, chosen)
     return chosen
 
 
-def _choice(stored: Stored, node: Node, path: Path) -> Choice:
-    """Named by what follows the path, joined with dots, as ``state_dict()`` does."""
+def _choice(stored: Stored, top: Located, path: tree.Path) -> Choice:
+    """Leaves are named by the keys below the path, joined with dots, as ``state_dict()`` does."""
     found = [entry for entry in entries(stored) if entry.path[: len(path)] == path]
     leaves = [Named(".".join(map(str, entry.path[len(path) :])) or _last(entry), entry) for entry in found]
-    return Choice(node, leaves)
+    return Choice(top, leaves)
 
 
 def _last(entry: Entry) -> str:
@@ -84,7 +74,7 @@ def _last(entry: Entry) -> str:
 
 
 def check_names(tensors: Sequence[Named]) -> None:
-    """Formats with one flat list of names need them to differ."""
+    """Refuse equal names, for formats that have one flat list of them."""
     twice = [name for name, count in Counter(each.name for each in tensors).items() if count > 1 or name == _RESERVED]
     if twice:
         raise ConfigError(
@@ -92,37 +82,34 @@ def check_names(tensors: Sequence[Named]) -> None:
         )
 
 
-def _descend(tree: Node, keys: Sequence[str], below: str) -> tuple[Node, Path]:
+def _descend(top: Located, keys: Sequence[str], below: str) -> tuple[Located, tree.Path]:
     path: list[object] = []
     for key in keys:
-        while isinstance(tree, ObjectNode | LeafNode):
-            tree = tree.item
-        known: dict[str, list[tuple[object, Node]]] = {}
-        if isinstance(tree, DictNode | ListNode | TupleNode):
-            keys_of = map(key_of, tree.keys) if isinstance(tree, DictNode) else range(len(tree.items))
-            for each, item in zip(keys_of, tree.items, strict=True):
-                known.setdefault(str(each), []).append((each, item))
+        while isinstance(top.node, tree.ObjectNode | tree.LeafNode):
+            top = top.children[0]
+        known: dict[str, list[tuple[object, Located]]] = {}
+        for each, item in items_of(top):
+            known.setdefault(str(each), []).append((each, item))
         if key not in known:
             where = f"below {'/'.join(map(str, path))!r}" if path else "at the top"
             some = ", ".join([*known][:8]) or "none"
             raise NotFoundError(f"there is no {below!r} in the state; {where} there are {some}")
         if len(known[key]) > 1:
             raise ConfigError(f"{below!r} may be one of {len(known[key])}, whose keys read alike: export more of it")
-        path.append(known[key][0][0])
-        tree = known[key][0][1]
-    return tree, tuple(path)
+        found, top = known[key][0]
+        path.append(found)
+    return top, tuple(path)
 
 
 def _check_one_for_all(stored: Stored, chosen: Choice) -> None:
-    """Tensors that each rank keeps for itself are not the whole of anything."""
-    own = {each.entry.key for each in chosen.leaves if isinstance(each.entry.node, TensorNode | ArrayNode)}
+    """Refuse tensors that each rank stored for itself: none of them is the whole of anything."""
+    own = {each.entry.key: each.entry for each in chosen.tensors if not each.entry.is_sharded}
     for rank in stored.checkpoint.ranks if own else ():
         if rank == stored.rank:
             continue
         others = entries(Stored(stored.checkpoint, rank, is_merged=False))
-        shared = [entry for entry in others if entry.key in own and isinstance(entry.node, TensorNode | ArrayNode)]
-        mine = {each.entry.key: each.entry for each in chosen.leaves}
-        double = [entry for entry in shared if mine[entry.key].parts != entry.parts]
+        shared = [each for each in others if each.key in own and each.kind != "value" and not each.is_sharded]
+        double = [each for each in shared if own[each.key].boxes != each.boxes]
         if double:
             raise ConfigError(
                 f"{double[0].name!r} and {len(double) - 1} more are each rank's own (plain tensors, no DTensors), "

@@ -15,14 +15,14 @@ import msgspec
 import torch
 
 from stillframe.checkpoint.contents import Entry
-from stillframe.checkpoint.stored import Stored
+from stillframe.checkpoint.stored import Located, Stored
 from stillframe.convert.choose import Choice, Named, check_names
 from stillframe.convert.foreign import dcp_errors, refused_by_torch
 from stillframe.errors import ConfigError
 from stillframe.format.segment import ITEM_BYTES, Shard, encode_header
-from stillframe.format.tree import ArrayNode, LeafNode, ShardedNode, TensorNode, ValueNode
+from stillframe.format.tree import LeafNode
 from stillframe.restore.load import Builder, Later, pull
-from stillframe.restore.place import Placement, StoredTensor
+from stillframe.restore.place import Placement
 from stillframe.state.boxes import Box
 from stillframe.store import files
 
@@ -85,13 +85,6 @@ def _bytes(entry: Entry) -> int:
     return torch.Size(entry.shape).numel() * ITEM_BYTES[entry.dtype]
 
 
-def _node(entry: Entry) -> StoredTensor:
-    if isinstance(entry.node, ArrayNode):
-        return TensorNode(entry.node.shard)
-    assert isinstance(entry.node, TensorNode | ShardedNode)
-    return entry.node
-
-
 def _fill_safetensors(stored: Stored, group: Sequence[Named], path: Path, on_bytes: OnBytes) -> None:
     """A file of the right size, mapped, and filled by the reader of a restore."""
     ordered = sorted(group, key=lambda each: -ITEM_BYTES[each.entry.dtype])
@@ -106,11 +99,10 @@ def _fill_safetensors(stored: Stored, group: Sequence[Named], path: Path, on_byt
     placement = Placement(stored)
     for each, shard in zip(ordered, shards, strict=True):
         if shard.nbytes:
-            dtype, shape = placement.form(_node(each.entry))
+            leaf = each.entry.leaf
+            dtype, shape = placement.form(leaf)
             count, begin = torch.Size(shape).numel(), len(header) + shard.start
-            placement.add(
-                _node(each.entry), torch.frombuffer(memory, dtype=dtype, count=count, offset=begin).view(shape), ""
-            )
+            placement.add(leaf, torch.frombuffer(memory, dtype=dtype, count=count, offset=begin).view(shape), "")
     placement.fill(on_bytes)
 
 
@@ -123,9 +115,9 @@ def to_torch(stored: Stored, choice: Choice, to: Path, on_bytes: OnBytes) -> Exp
     from torch._subclasses.fake_tensor import FakeTensorMode  # takes half a second
 
     with FakeTensorMode(allow_non_fake_inputs=True):
-        outline = _Outline(stored)
-        state = _Plain(stored, outline).whole(choice)
-    bases = {base.untyped_storage()._cdata: (node, base) for node, base in outline.fresh_tensors()}
+        outline = _Unread(stored)
+        state = _Plain(stored, outline).whole(choice.top)()
+    bases = {base.untyped_storage()._cdata: (leaf, base) for leaf, base in outline.fresh_tensors()}
     with files.publishing(to) as partial, refused_by_torch(to):
         with torch.serialization.skip_data(materialize_fake_tensors=True):
             torch.save(state, partial)
@@ -138,9 +130,9 @@ def to_torch(stored: Stored, choice: Choice, to: Path, on_bytes: OnBytes) -> Exp
             storage = reserved.untyped_storage()._cdata
             if reserved.numel() and storage not in done:
                 done.add(storage)
-                node, base = bases[storage]
+                leaf, base = bases[storage]
                 whole = torch.empty(0, dtype=base.dtype).set_(into.untyped_storage(), 0, base.shape, base.stride())
-                filling.add(node, whole, "")
+                filling.add(leaf, whole, "")
         filling.fill(on_bytes)
         size = filling.nbytes
         del written, filling
@@ -156,7 +148,7 @@ def to_dcp(stored: Stored, choice: Choice, to: Path, on_bytes: OnBytes) -> Expor
     from torch.distributed.checkpoint.state_dict_saver import save
 
     described = _Described(stored)
-    state = _Plain(stored, described).whole(choice)
+    state = _Plain(stored, described).whole(choice.top)()
     check_names(choice.leaves)
     if not isinstance(state, dict):
         raise ConfigError("a DCP checkpoint is a dict; give --below a dict, or choose another format")
@@ -171,50 +163,45 @@ class _Plain(Builder):
     """Builds what any reader knows: a numpy array or number becomes torch's or Python's, a registered leaf what it was
     encoded as, a path its text."""
 
-    def whole(self, choice: Choice) -> Any:
-        later = self.build(choice.node)
-        assert later is not None  # only= is not used here
-        return later()
-
-    def value(self, node: ValueNode) -> Any:
-        value = super().value(node)
+    def value(self, leaf: Located) -> Any:
+        value = super().value(leaf)
         if isinstance(value, os.PathLike):
             return os.fspath(value)
         is_numpy = type(value).__module__ == "numpy" and hasattr(value, "item")
         return value.item() if is_numpy else value
 
-    def array(self, node: ArrayNode) -> Later:
-        tensor = self._placement.fresh(TensorNode(node.shard))
+    def array(self, leaf: Located) -> Later:
+        tensor = self._placement.fresh(leaf)
         return lambda: tensor
 
     def decoded(self, node: LeafNode, item: Later) -> Later:
         return item
 
 
-class _Outline(Placement):
-    """Gives new tensors, and plans no reading."""
+class _Unread(Placement):
+    """Makes new tensors, and plans no reading."""
 
-    def _fetch(self, node: StoredTensor, box: Box, into: torch.Tensor) -> None:
+    def _fetch(self, leaf: Located, box: Box, into: torch.Tensor) -> None:
         pass
 
 
 class _Described(Placement):
-    """Gives tensors without data, one for each place, and knows which is which."""
+    """Makes tensors without data, one for each leaf, and knows what each stands for."""
 
     def __init__(self, stored: Stored) -> None:
         super().__init__(stored)
-        self.nodes: list[StoredTensor] = []
+        self.leaves: list[Located] = []
         self.numbers: dict[int, int] = {}
         self._alive: list[torch.Tensor] = []
 
     def fresh(
-        self, node: StoredTensor, device: torch.device | None = None, like: torch.Tensor | None = None
+        self, leaf: Located, device: torch.device | None = None, like: torch.Tensor | None = None
     ) -> torch.Tensor:
-        dtype, shape = self.form(node)
+        dtype, shape = self.form(leaf)
         tensor = torch.empty(shape, dtype=dtype, device="meta")
         self._alive.append(tensor)
-        self.numbers[id(tensor)] = len(self.nodes)
-        self.nodes.append(node)
+        self.numbers[id(tensor)] = len(self.leaves)
+        self.leaves.append(leaf)
         return tensor
 
 
@@ -226,8 +213,8 @@ def _planner(stored: Stored, described: _Described, on_bytes: OnBytes) -> Any:
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
     from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
-    nodes = described.nodes
-    ahead, coming = 0, pull(stored, nodes)
+    leaves = described.leaves
+    ahead, coming = 0, pull(stored, leaves)
 
     class Planner(DefaultSavePlanner):
         def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
@@ -239,7 +226,7 @@ def _planner(stored: Stored, described: _Described, on_bytes: OnBytes) -> Any:
                 tensor = next(coming)
                 ahead += 1
             else:
-                tensor = next(pull(stored, nodes[number : number + 1]))
+                tensor = next(pull(stored, leaves[number : number + 1]))
             on_bytes(tensor.nbytes)
             return tensor
 

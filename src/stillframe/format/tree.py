@@ -1,13 +1,16 @@
-"""The shape of a state: nested nodes whose leaves point at shards and at plain values.
+"""The structure of a state: nested nodes whose leaves are indexes of shards and of plain values.
 
-The tree holds structure only.  It stays the same from save to save, so it is encoded once
-and reused; the plain values, which change, stand in a list beside it (:mod:`.values`).
+A tree holds structure only.  It stays the same from save to save, so it is encoded once and reused.  Plain values
+change, so they are stored in a list beside it (:mod:`.values`).  Every module that visits trees does it through
+:func:`children` and :func:`nodes`.  A tree that was read from a file has passed :func:`check_tree`, so it is at most
+``limits.MAX_DEPTH`` containers deep and a recursive visitor is safe.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Union
+import fnmatch
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeVar, Union
 
 import msgspec
 
@@ -24,12 +27,17 @@ def render(path: Path) -> str:
     return "/".join(str(key).replace("~", "~0").replace("/", "~1") for key in path)
 
 
+def is_match(name: str, pattern: str) -> bool:
+    """Whether a rendered path is the one named, lies below it, or fits the glob."""
+    return name == pattern or name.startswith(pattern.rstrip("/") + "/") or fnmatch.fnmatchcase(name, pattern)
+
+
 class _Node(msgspec.Struct, frozen=True, tag_field="kind", forbid_unknown_fields=True):
     pass
 
 
 class View(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A tensor that is a strided window of a shard (tied or overlapping memory); counted in items of ``dtype``."""
+    """A tensor that is a strided view of a shard, because it aliases another; counted in items of ``dtype``."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -82,7 +90,7 @@ class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ShardedNode(_Node, frozen=True, tag="sharded"):
-    """A tensor of which every rank holds boxes, or that all of them hold; ``parts`` make up what this rank held.
+    """A tensor that is divided into boxes over the ranks, or replicated; ``parts`` make up what this rank held.
 
     The shards of all seals whose ``whole`` names this ``tensor`` make up the tensor.
     """
@@ -107,34 +115,66 @@ class ValueNode(_Node, frozen=True, tag="value"):
 Node = Union[DictNode, ListNode, TupleNode, ObjectNode, LeafNode, TensorNode, ShardedNode, ArrayNode, ValueNode]  # noqa: UP007
 
 
-LEAVES = (TensorNode, ShardedNode, ArrayNode, ValueNode)
+_Kind = TypeVar("_Kind")
+
+# Tuples made once: a union in a call of isinstance is made anew each time, which takes longer than the call.
+_WITH_ITEMS = (DictNode, ListNode, TupleNode)
+_WITH_ITEM = (ObjectNode, LeafNode)
+_LEAVES = (TensorNode, ShardedNode, ArrayNode, ValueNode)
+TENSORS = (TensorNode, ShardedNode)
+SHARDS = (TensorNode, ArrayNode)
+
+
+def children(node: Node) -> Sequence[Node]:
+    """The nodes directly below a container, in order; none below a leaf."""
+    if isinstance(node, _WITH_ITEMS):
+        return node.items
+    if isinstance(node, _WITH_ITEM):
+        return (node.item,)
+    return ()
+
+
+def is_leaf(node: Node) -> bool:
+    """Whether it refers to a shard or a value; a container, even an empty one, does not."""
+    return isinstance(node, _LEAVES)
+
+
+def nodes(tree: Node, kind: type[_Kind]) -> Iterator[_Kind]:
+    """Every node of this kind in a tree, parents before their children, each in the order of the state."""
+    stack = [tree]
+    while stack:
+        node = stack.pop()
+        if isinstance(node, kind):
+            yield node
+        stack.extend(reversed(children(node)))
 
 
 def check_tree(tree: Node, shards: Sequence[Shard], values: Sequence[Any]) -> None:
     """Every index is in range, arrays have numpy's dtypes, the nesting is within limits; else :class:`FormatError`."""
     _check_depth(values)
-    stack: list[tuple[Node, int]] = [(tree, 1)]
+    stack = [(tree, 1)]
     while stack:
         node, depth = stack.pop()
-        if depth > limits.MAX_DEPTH and not isinstance(node, LEAVES):
+        if depth > limits.MAX_DEPTH and not is_leaf(node):
             raise FormatError(f"the state is nested deeper than {limits.MAX_DEPTH} levels")
-        if isinstance(node, DictNode):
-            if len(node.keys) != len(node.items):
-                raise FormatError("a dict has more keys than items")
-            _check_depth(node.keys)
-            stack.extend((item, depth + 1) for item in node.items)
-        elif isinstance(node, ListNode | TupleNode):
-            stack.extend((item, depth + 1) for item in node.items)
-        elif isinstance(node, ObjectNode | LeafNode):
-            stack.append((node.item, depth + 1))
-        elif isinstance(node, ValueNode):
-            if not 0 <= node.value < len(values):
-                raise FormatError(f"the tree names value {node.value} of {len(values)}")
-        elif isinstance(node, ShardedNode):
-            _check_sharded(node)
-        elif not 0 <= node.shard < len(shards):
+        _check_node(node, shards, values)
+        stack.extend((item, depth + 1) for item in children(node))
+
+
+def _check_node(node: Node, shards: Sequence[Shard], values: Sequence[Any]) -> None:
+    if isinstance(node, DictNode):
+        if len(node.keys) != len(node.items):
+            raise FormatError("a dict has more keys than items")
+        _check_depth(node.keys)
+    elif isinstance(node, ValueNode):
+        if not 0 <= node.value < len(values):
+            raise FormatError(f"the tree names value {node.value} of {len(values)}")
+    elif isinstance(node, ShardedNode):
+        _check_sharded(node)
+    elif isinstance(node, TensorNode | ArrayNode):
+        if not 0 <= node.shard < len(shards):
             raise FormatError(f"the tree names shard {node.shard} of {len(shards)}")
-        elif isinstance(node, ArrayNode) and NUMPY_DTYPES.get(shards[node.shard].dtype) != node.dtype:
+        if isinstance(node, ArrayNode) and NUMPY_DTYPES.get(shards[node.shard].dtype) != node.dtype:
             raise FormatError(f"a numpy array of dtype {node.dtype!r} is stored as {shards[node.shard].dtype}")
 
 
@@ -147,7 +187,7 @@ def _check_sharded(node: ShardedNode) -> None:
 
 
 def _check_depth(values: Sequence[Any]) -> None:
-    """Of encoded values; their decoder is recursive."""
+    """Encoded values are limited in depth because their decoder is recursive."""
     stack: list[tuple[Any, int]] = [(value, 1) for value in values]
     while stack:
         value, depth = stack.pop()

@@ -16,14 +16,14 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from stillframe import errors
 from stillframe.checkpoint.lock import Life, life_of
 from stillframe.errors import DeadlineError, ExistsError, FormatError, KeeperError, StateError
-from stillframe.format import limits, names
+from stillframe.format import limits, names, tree
 from stillframe.format.records import (
     HEAD_BYTES,
     RankEntry,
@@ -34,7 +34,6 @@ from stillframe.format.records import (
     has_head,
 )
 from stillframe.format.segment import OF_TEAM
-from stillframe.format.tree import DictNode, LeafNode, ListNode, Node, ObjectNode, ShardedNode, TupleNode
 from stillframe.keeper.segment import SegmentWriter
 from stillframe.store.protocol import Missing, Store, read_all, read_part
 from stillframe.units import format_ranks
@@ -223,7 +222,8 @@ class Coordinator:
     def _tensors(self, rank: int) -> dict[str, str]:
         store, key = self._terms.store, self._key(names.seal(rank, self._terms.attempt))
         seal, _ = decode_seal(read_all(store, key, limits.MAX_SEAL_BYTES), file=store.where(key))
-        return {node.tensor.split(OF_TEAM)[0]: f"{node.dtype}{list(node.shape)}" for node in _sharded(seal.tree)}
+        sharded = tree.nodes(seal.tree, tree.ShardedNode)
+        return {node.tensor.split(OF_TEAM)[0]: f"{node.dtype}{list(node.shape)}" for node in sharded}
 
     def _lateness(self, missing: list[int]) -> str:
         text = (
@@ -297,15 +297,3 @@ def _failure(store: Store, key: str) -> Exception:
 
 def _not_committed(step: int) -> str:
     return f"step {step} is not committed"
-
-
-def _sharded(tree: Node) -> Iterable[ShardedNode]:
-    stack: list[Node] = [tree]
-    while stack:
-        node = stack.pop()
-        if isinstance(node, ShardedNode):
-            yield node
-        elif isinstance(node, DictNode | ListNode | TupleNode):
-            stack.extend(node.items)
-        elif isinstance(node, ObjectNode | LeafNode):
-            stack.append(node.item)

@@ -10,19 +10,19 @@ from typing import Any
 import torch
 
 from stillframe.checkpoint.catalog import Catalog
-from stillframe.checkpoint.stored import Stored
+from stillframe.checkpoint.stored import Located, Stored
 from stillframe.errors import ConfigError
-from stillframe.format.tree import ArrayNode, LeafNode, Node, Path, ShardedNode, TensorNode
+from stillframe.format import tree
 from stillframe.restore.load import Builder, Later
-from stillframe.restore.place import Placement, StoredTensor
+from stillframe.restore.place import Placement
 from stillframe.state.boxes import Box
 
 
-class PartReader:
-    """A checkpoint of a step (the newest if none is given), open for reading in any parts.
+class BoxReader:
+    """The checkpoint of a step (the newest if none is given), open for reading box by box.
 
-    :attr:`outline` is its state, of all ranks as one, with every tensor on the meta device: those tensors are what
-    :meth:`boxes` and :meth:`want` take.  Of what each rank kept for itself it is ``rank``'s.
+    :attr:`outline` is the state of all ranks as one, with every tensor on the meta device.  These tensors are what
+    :meth:`boxes` and :meth:`want` take.  Where each rank stored a value of its own, that of ``rank`` is taken.
 
     Raises: :class:`NotFoundError`, :class:`IntegrityError`, :class:`VersionError`.
     """
@@ -34,32 +34,31 @@ class PartReader:
             self._stored = Stored(self._checkpoint, rank, is_merged=True)
             self._placement = Placement(self._stored)
             outline = _Outline(self._stored, self._placement)
-            later = outline.build(self._stored.tree)
-            assert later is not None  # only= is not used here
+            later = outline.whole(self._stored.tree)
             self._placement.fill()
             self.outline: Any = later()
-            self._nodes = outline.nodes
+            self._leaves = outline.leaves
             self._placement = Placement(self._stored)
         except BaseException:
             self.close()
             raise
 
     def boxes(self, tensor: torch.Tensor) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-        """(offset, shape) of the parts in which a tensor of the outline is stored; they make it up."""
-        node = self._node(tensor)
-        if isinstance(node, TensorNode):
+        """(offset, shape) of the boxes in which a tensor of the outline is stored; they make it up."""
+        leaf = self._leaf(tensor)
+        if leaf.view is not None:
             return [((0,) * tensor.dim(), tuple(tensor.shape))]
-        return [(piece.offset, piece.shape) for piece in self._stored.all_pieces(node)]
+        return [(box.offset, box.shape) for box in self._stored.boxes(leaf)]
 
     def want(self, tensor: torch.Tensor, offset: Sequence[int], into: torch.Tensor) -> None:
-        """The box of a tensor of the outline that starts there goes into this one, of its shape and dtype."""
+        """Note that the box of a tensor at ``offset``, of the shape and dtype of ``into``, is to be read into that."""
         if into.dtype != tensor.dtype:
             raise ConfigError(f"want: the tensor is stored as {tensor.dtype}, not as {into.dtype}")
         shape = tuple(into.shape)
-        self._placement.add_box(self._node(tensor), Box(tuple(offset), shape, (0,) * len(shape)), into.detach())
+        self._placement.add_box(self._leaf(tensor), Box(tuple(offset), shape, (0,) * len(shape)), into.detach())
 
     def read(self) -> None:
-        """Everything wanted so far, verified.  Blocks; raises :class:`IntegrityError`."""
+        """Read and verify everything wanted so far.  Blocks.  Raises: :class:`IntegrityError`."""
         placement, self._placement = self._placement, Placement(self._stored)
         placement.fill()
 
@@ -67,7 +66,7 @@ class PartReader:
         """May be called again."""
         self._checkpoint.close()
 
-    def __enter__(self) -> PartReader:
+    def __enter__(self) -> BoxReader:
         return self
 
     def __exit__(
@@ -75,27 +74,27 @@ class PartReader:
     ) -> None:
         self.close()
 
-    def _node(self, tensor: torch.Tensor) -> StoredTensor:
-        node = self._nodes.get(id(tensor))
-        if node is None:
+    def _leaf(self, tensor: torch.Tensor) -> Located:
+        leaf = self._leaves.get(id(tensor))
+        if leaf is None:
             raise ConfigError("that is no tensor of this reader's outline")
-        return node
+        return leaf
 
 
 class _Outline(Builder):
-    """Gives tensors without data, and knows which is which; arrays and registered leaves are read."""
+    """Makes tensors without data, and knows what each stands for; arrays and registered types are read."""
 
     def __init__(self, stored: Stored, placement: Placement) -> None:
         super().__init__(stored, placement)
-        self.nodes: dict[int, StoredTensor] = {}
+        self.leaves: dict[int, Located] = {}
         self._real = Builder(stored, placement)
 
-    def build(self, node: Node, path: Path = ()) -> Later | None:
-        if isinstance(node, LeafNode | ArrayNode):
-            return self._real.build(node, path)
-        if isinstance(node, TensorNode | ShardedNode):
-            dtype, shape = self._placement.form(node)
-            tensor = torch.empty(shape, dtype=dtype, device="meta")
-            self.nodes[id(tensor)] = node
-            return lambda: tensor
-        return super().build(node, path)
+    def build(self, located: Located, path: tree.Path = ()) -> Later | None:
+        if isinstance(located.node, tree.LeafNode | tree.ArrayNode):
+            return self._real.build(located, path)
+        if not located.is_tensor:
+            return super().build(located, path)
+        dtype, shape = self._placement.form(located)
+        tensor = torch.empty(shape, dtype=dtype, device="meta")
+        self.leaves[id(tensor)] = located
+        return lambda: tensor

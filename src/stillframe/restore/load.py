@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -11,80 +10,71 @@ from typing import Any
 import torch
 
 from stillframe.checkpoint.catalog import Catalog
-from stillframe.checkpoint.stored import Stored
+from stillframe.checkpoint.stored import Located, Stored
 from stillframe.errors import FormatError, NotFoundError, UnsupportedStateError
-from stillframe.format import values
-from stillframe.format.tree import (
-    ArrayNode,
-    DictNode,
-    LeafNode,
-    ListNode,
-    Node,
-    ObjectNode,
-    Path,
-    ShardedNode,
-    TensorNode,
-    TupleNode,
-    ValueNode,
-    render,
-)
+from stillframe.format import tree, values
 from stillframe.restore.place import Placement
 from stillframe.state.codecs import leaf_named
 from stillframe.units import MIB
 
 Later = Callable[[], Any]
-"""Gives its value once the placement has been filled."""
+"""Returns a value; called once the placement has been filled."""
 
 
 class Builder:
-    """Reserves tensors now; gives the finished values later, when their bytes are there."""
+    """Makes values of a stored tree: reserves their tensors at once, assembles the values after these were filled.
+
+    Everything that can be refused is refused at once: values are decoded and registered types looked up.
+    ``only``: names and globs of the leaves that are wanted.
+    """
 
     def __init__(self, stored: Stored, placement: Placement, only: Sequence[str] | None = None) -> None:
         self._stored = stored
         self._placement = placement
         self._only = only
+        self.given: dict[tree.Path, torch.Tensor] = {}
+        """Tensors to use at these paths in place of new ones; somebody else fills them."""
         self.paths: list[str] = []
+        """The leaves that ``only`` was compared with, for messages."""
 
-    def build(self, node: Node, path: Path = ()) -> Later | None:
+    def build(self, located: Located, path: tree.Path = ()) -> Later | None:
         """``None`` if nothing in it is wanted."""
-        if isinstance(node, TensorNode | ShardedNode | ArrayNode | ValueNode):
-            return self._leaf(node) if self._is_wanted(path) else None
-        if isinstance(node, ObjectNode):
-            return self.build(node.item, path)
-        if isinstance(node, LeafNode):
-            item = self.build(node.item, path)
+        node = located.node
+        if tree.is_leaf(node):
+            return self._leaf(located, path) if self._is_wanted(path) else None
+        if isinstance(node, tree.ObjectNode):
+            return self.build(located.content, path)
+        if isinstance(node, tree.LeafNode):
+            item = self.build(located.children[0], path)
             return None if item is None else self.decoded(node, item)
-        if isinstance(node, DictNode):
-            keys = self.keys(node)
-            found = [(key, self.build(item, (*path, key))) for key, item in zip(keys, node.items, strict=True)]
-            items = [(key, item) for key, item in found if item is not None]
-            if self._only is not None and not items and (keys or not self._is_wanted(path)):
-                return None
-            kind = OrderedDict if node.is_ordered else dict
-            return lambda: kind((key, item()) for key, item in items)
-        rows = [self.build(item, (*path, index)) for index, item in enumerate(node.items)]
-        if self._only is not None and not any(rows) and (rows or not self._is_wanted(path)):
-            return None
-        made = tuple if isinstance(node, TupleNode) else list
-        return lambda: made(None if row is None else row() for row in rows)
+        if isinstance(node, tree.DictNode):
+            return self._dict(located, node, path)
+        return self._list(located, list if isinstance(node, tree.ListNode) else tuple, path)
 
-    def keys(self, node: DictNode) -> list[Any]:
-        keys = [values.decode(key) for key in node.keys]
+    def whole(self, located: Located, path: tree.Path = ()) -> Later:
+        """The same where ``only`` is not used."""
+        later = self.build(located, path)
+        assert later is not None
+        return later
+
+    def items(self, located: Located) -> list[tuple[Any, Located]]:
+        """The items of a dict, by their keys as they were when saved."""
+        assert isinstance(located.node, tree.DictNode)
+        keys = [values.decode(key) for key in located.node.keys]
         try:
             if len(set(keys)) == len(keys):
-                return keys
+                return list(zip(keys, located.children, strict=True))
         except TypeError:
             pass
         raise FormatError("a dict has keys that cannot be keys, or the same key twice")
 
-    def value(self, node: ValueNode) -> Any:
-        return values.decode(self._stored.value(node))
+    def value(self, leaf: Located) -> Any:
+        return values.decode(self._stored.value(leaf))
 
-    def array(self, node: ArrayNode) -> Later:
-        tensor = self._placement.fresh(TensorNode(node.shard))
-        return tensor.numpy
+    def array(self, leaf: Located) -> Later:
+        return self._placement.fresh(leaf).numpy
 
-    def decoded(self, node: LeafNode, item: Later) -> Later:
+    def decoded(self, node: tree.LeafNode, item: Later) -> Later:
         leaf = leaf_named(node.name)
         if leaf is None:
             raise UnsupportedStateError(
@@ -92,31 +82,43 @@ class Builder:
             )
         return lambda: leaf.decode(item())
 
-    def _leaf(self, node: TensorNode | ShardedNode | ArrayNode | ValueNode) -> Later:
-        if isinstance(node, ValueNode):
-            value = self.value(node)
-            return lambda: value
-        if isinstance(node, ArrayNode):
-            return self.array(node)
-        tensor: torch.Tensor = self._placement.fresh(node)
-        return lambda: tensor
+    def _dict(self, located: Located, node: tree.DictNode, path: tree.Path) -> Later | None:
+        found = [(key, self.build(item, (*path, key))) for key, item in self.items(located)]
+        items = [(key, item) for key, item in found if item is not None]
+        if not items and (found or not self._is_wanted(path)):
+            return None
+        kind = OrderedDict if node.is_ordered else dict
+        return lambda: kind((key, item()) for key, item in items)
 
-    def _is_wanted(self, path: Path) -> bool:
+    def _list(self, located: Located, kind: type[list[Any]] | type[tuple[Any, ...]], path: tree.Path) -> Later | None:
+        rows = [self.build(item, (*path, index)) for index, item in enumerate(located.children)]
+        if not any(rows) and (rows or not self._is_wanted(path)):
+            return None
+        return lambda: kind(None if row is None else row() for row in rows)
+
+    def _leaf(self, leaf: Located, path: tree.Path) -> Later:
+        if isinstance(leaf.node, tree.ArrayNode):
+            return self.array(leaf)
+        if isinstance(leaf.node, tree.ValueNode):
+            value = self.value(leaf)
+        else:
+            given = self.given.get(path) if self.given else None
+            value = self._placement.fresh(leaf) if given is None else given
+        return lambda: value
+
+    def _is_wanted(self, path: tree.Path) -> bool:
         if self._only is None:
             return True
-        name = render(path)
+        name = tree.render(path)
         self.paths.append(name)
-        return any(
-            name == pattern or name.startswith(pattern + "/") or fnmatch.fnmatchcase(name, pattern)
-            for pattern in self._only
-        )
+        return any(tree.is_match(name, pattern) for pattern in self._only)
 
 
-def has_live_parts(node: Node) -> bool:
-    """Whether a stored tree holds tensors, objects or registered leaves, which want a live counterpart."""
-    if isinstance(node, DictNode | ListNode | TupleNode):
+def has_live_parts(node: tree.Node) -> bool:
+    """Whether a stored tree holds tensors or objects, which are restored into live counterparts."""
+    if isinstance(node, tree.DictNode | tree.ListNode | tree.TupleNode):
         return any(map(has_live_parts, node.items))
-    return isinstance(node, TensorNode | ShardedNode | ObjectNode)
+    return isinstance(node, tree.TensorNode | tree.ShardedNode | tree.ObjectNode)
 
 
 def load(
@@ -133,8 +135,9 @@ def load(
     (``"model"``, ``"optimizer/state/0"``) or pattern (``"model/*.bias"``): only their chunks are read; an
     item of a list that is not wanted comes back as ``None``.
 
-    A checkpoint of several ranks comes back as one state: sharded tensors are assembled; of what each rank kept for
-    itself (a generator's state, a plain tensor) it is ``rank``'s.  ``merge=False``: only what that rank saved.
+    A checkpoint of several ranks comes back as one state, in which sharded tensors are assembled.  Where each rank
+    stored a value of its own (RNG state, a plain tensor), that of ``rank`` is taken.  ``merge=False``: only what that
+    rank saved.
 
     Blocks until everything is read.
     Raises: :class:`NotFoundError`, :class:`IntegrityError`, :class:`VersionError`.
@@ -158,26 +161,24 @@ BATCH_BYTES = 256 * MIB
 """Small tensors are read together: they share chunks, and a chunk is read as a whole."""
 
 
-def pull(stored: Stored, nodes: Sequence[TensorNode | ShardedNode | ArrayNode]) -> Iterator[torch.Tensor]:
-    """Each of them on the CPU, in this order.  Raises :class:`IntegrityError`."""
+def pull(stored: Stored, leaves: Sequence[Located]) -> Iterator[torch.Tensor]:
+    """Each of these tensors and arrays as a tensor on the CPU, in this order.
+
+    Blocks.  Raises: :class:`IntegrityError`.
+    """
     at = 0
-    while at < len(nodes):
+    while at < len(leaves):
         placement = Placement(stored)
         batch: list[torch.Tensor] = []
         size = 0
-        while at < len(nodes) and (not batch or size + _bytes(placement, nodes[at]) <= BATCH_BYTES):
-            node = _as_tensor(nodes[at])
-            size += _bytes(placement, node)
-            batch.append(placement.fresh(node))
+        while at < len(leaves) and (not batch or size + _bytes(placement, leaves[at]) <= BATCH_BYTES):
+            size += _bytes(placement, leaves[at])
+            batch.append(placement.fresh(leaves[at]))
             at += 1
         placement.fill()
         yield from batch
 
 
-def _as_tensor(node: TensorNode | ShardedNode | ArrayNode) -> TensorNode | ShardedNode:
-    return TensorNode(node.shard) if isinstance(node, ArrayNode) else node
-
-
-def _bytes(placement: Placement, node: TensorNode | ShardedNode | ArrayNode) -> int:
-    dtype, shape = placement.form(_as_tensor(node))
+def _bytes(placement: Placement, leaf: Located) -> int:
+    dtype, shape = placement.form(leaf)
     return torch.Size(shape).numel() * dtype.itemsize

@@ -1,8 +1,9 @@
 """Placing: which live tensors the bytes of each shard go to, straight from the verified chunk.
 
-No second copy of the state is made: a chunk's bytes go from the read buffer into the tensors.  Only a tensor that
-is a strided view of a shard, or that maps several items to one address, takes a detour.  A live tensor may be whole
-or a DTensor, a stored one may be whole or in parts, and only the chunks that hold what they have in common are read.
+No second copy of the state is made: bytes go from the read buffer into the tensors.  There are two exceptions, which
+are read into a new tensor and copied from there: a stored tensor that is a strided view of a shard, and a live tensor
+that maps several items to one address.  A live tensor may be plain or a DTensor, a stored one may be whole or divided
+into boxes.  Only the chunks that hold what both have in common are read.
 """
 
 from __future__ import annotations
@@ -19,20 +20,18 @@ import torch
 
 from stillframe.checkpoint.catalog import Checkpoint
 from stillframe.checkpoint.read import read_chunks
-from stillframe.checkpoint.stored import Piece, Stored
+from stillframe.checkpoint.stored import Located, Stored, StoredBox
 from stillframe.errors import FormatError, MismatchError
+from stillframe.format import tree
 from stillframe.format.segment import Shard
-from stillframe.format.tree import ShardedNode, TensorNode, View
 from stillframe.state.boxes import Box, boxes_of, is_dtensor, local_of
 from stillframe.state.dtypes import DTYPES
 from stillframe.state.memory import byte_extent, is_plain, pieces
 
-StoredTensor = TensorNode | ShardedNode
-
 
 @dataclass(frozen=True, slots=True)
-class _Region:
-    """A box of a shard, where it goes, and which of the shard's items it lies among."""
+class _ShardBox:
+    """A box of a shard, and the tensor that it goes into; ``first`` and ``end`` bound its items in the shard."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
@@ -41,7 +40,7 @@ class _Region:
     end: int
 
     @property
-    def is_run(self) -> bool:
+    def is_contiguous(self) -> bool:
         """Its items lie together in the shard."""
         return self.end - self.first == self.into.numel()
 
@@ -51,77 +50,83 @@ class Placement:
 
     def __init__(self, stored: Stored) -> None:
         self._stored = stored
-        self._regions: dict[tuple[int, int], list[_Region]] = {}
+        self._boxes: dict[tuple[int, int], list[_ShardBox]] = {}
         self._detours: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._fresh: dict[str, tuple[StoredTensor, torch.Tensor]] = {}
-        self._taken: dict[tuple[torch.device, int], list[tuple[int, int, str, str]]] = {}
+        self._fresh: dict[object, tuple[Located, torch.Tensor]] = {}
+        self._taken: dict[tuple[torch.device, int], list[tuple[int, int, Any, str]]] = {}
 
     @property
     def nbytes(self) -> int:
-        """How much of the segments goes somewhere."""
+        """How many bytes of the segments are wanted; a box that goes into several tensors counts once."""
         return sum(
-            region.into.nbytes
-            for regions in self._regions.values()
-            for region in {(each.offset, each.shape): each for each in regions}.values()
+            box.into.nbytes
+            for boxes in self._boxes.values()
+            for box in {(each.offset, each.shape): each for each in boxes}.values()
         )
 
-    def form(self, node: StoredTensor) -> tuple[torch.dtype, tuple[int, ...]]:
-        """What a stored tensor looks like."""
-        dtype, shape = self._stored.form(node)
+    def form(self, leaf: Located) -> tuple[torch.dtype, tuple[int, ...]]:
+        """Dtype and shape of a stored tensor."""
+        dtype, shape = self._stored.form(leaf)
         return _dtype(dtype), shape
 
-    def device_type(self, node: StoredTensor) -> str:
-        return self._stored.device_type(node)
+    def fits(self, leaf: Located, live: Any) -> bool:
+        """Whether ``live`` is a tensor of the stored one's dtype and shape."""
+        return isinstance(live, torch.Tensor) and (live.dtype, tuple(live.shape)) == self.form(leaf)
 
-    def add(self, node: StoredTensor, tensor: torch.Tensor, name: str) -> None:
+    def device_type(self, leaf: Located) -> str:
+        return self._stored.device_type(leaf)
+
+    def add(self, leaf: Located, tensor: torch.Tensor, name: str) -> None:
         """The stored tensor goes into this live one, of the same dtype and shape; ``name`` is for messages."""
         tensor = tensor.detach()
         local = local_of(tensor)
         if local.numel() and local.is_contiguous():
             memory = local.device, local.untyped_storage().data_ptr()
-            self._taken.setdefault(memory, []).append((*byte_extent(local), _identity(node), name))
+            self._taken.setdefault(memory, []).append((*byte_extent(local), leaf.identity, name))
         for box in boxes_of(tensor):
-            self.add_box(node, box, box.of(local))
+            self.add_box(leaf, box, box.of(local))
 
-    def add_box(self, node: StoredTensor, box: Box, into: torch.Tensor) -> None:
-        """A box of the stored tensor goes into this one, of its dtype and shape."""
+    def add_box(self, leaf: Located, box: Box, into: torch.Tensor) -> None:
+        """A box of the stored tensor goes into this tensor, of its dtype and shape."""
         has_overlap = any(stride == 0 and size > 1 for stride, size in zip(into.stride(), into.shape, strict=True))
-        if (isinstance(node, TensorNode) and node.view is not None) or has_overlap:
-            whole = self.fresh(node)
+        if leaf.view is not None or has_overlap:
+            whole = self.fresh(leaf)
             source = Box(box.offset, box.shape, box.offset).of(whole)
             self._detours.append((source, _without_repeats(into)))
         else:
-            self._fetch(node, box, into)
+            self._fetch(leaf, box, into)
 
-    def _fetch(self, node: StoredTensor, box: Box, into: torch.Tensor) -> None:
+    def _fetch(self, leaf: Located, box: Box, into: torch.Tensor) -> None:
         """Note which boxes of which shards make up this box of the tensor."""
         wanted = math.prod(box.shape)
         if not wanted:
             return
-        for found in self._stored.pieces(node):
-            reads = list(_reads(found, box))
-            if sum(math.prod(shape) for _, _, _, shape in reads) == wanted:
+        for found in self._stored.sources(leaf):
+            overlaps = list(_overlaps(found, box))
+            if sum(math.prod(shape) for _, _, _, shape in overlaps) == wanted:
                 break
         else:
-            assert isinstance(node, ShardedNode)
-            checkpoint = self._stored.checkpoint
-            if len(checkpoint.ranks) < checkpoint.world_size:
-                raise MismatchError(
-                    f"tensor {node.tensor!r} lies elsewhere: roots that are not shared hold each rank's own part, "
-                    "and can be restored only into the layout that was saved"
-                )
-            raise FormatError(
-                f"{self._stored.checkpoint.path}: parts of tensor {node.tensor!r} overlap, or are in no segment"
-            )
-        for piece, in_shard, in_box, shape in reads:
+            raise self._incomplete(leaf)
+        for stored, in_shard, in_box, shape in overlaps:
             part = Box((), shape, in_box).of(into)
-            first = _flat(in_shard, piece.shape)
-            last = _flat([at + size - 1 for at, size in zip(in_shard, shape, strict=True)], piece.shape)
-            region = _Region(in_shard, shape, part, first, last + 1)
-            self._regions.setdefault((piece.rank, piece.shard), []).append(region)
+            first = _flat(in_shard, stored.shape)
+            last = _flat([at + size - 1 for at, size in zip(in_shard, shape, strict=True)], stored.shape)
+            noted = self._boxes.setdefault((stored.rank, stored.shard), [])
+            noted.append(_ShardBox(in_shard, shape, part, first, last + 1))
+
+    def _incomplete(self, leaf: Located) -> Exception:
+        """Why the boxes of a sharded tensor do not make it up."""
+        assert isinstance(leaf.node, tree.ShardedNode)
+        checkpoint, name = self._stored.checkpoint, leaf.node.tensor
+        if len(checkpoint.ranks) < checkpoint.world_size:
+            return MismatchError(
+                f"tensor {name!r} lies elsewhere: roots that are not shared hold each rank's own part, "
+                "and can be restored only into the layout that was saved"
+            )
+        return FormatError(f"{checkpoint.path}: parts of tensor {name!r} overlap, or are in no segment")
 
     def conflicts(self) -> list[str]:
-        """Live tensors that share memory but are stored apart: whatever went in last would win."""
+        """Live tensors that alias each other but are stored apart: the one that is placed last would win."""
         found: list[str] = []
         for taken in self._taken.values():
             taken.sort()
@@ -131,35 +136,28 @@ class Placement:
         return found
 
     def fresh(
-        self, node: StoredTensor, device: torch.device | None = None, like: torch.Tensor | None = None
+        self, leaf: Located, device: torch.device | None = None, like: torch.Tensor | None = None
     ) -> torch.Tensor:
         """A new tensor to be filled, spread like another if one is given; what was tied when saved is tied again."""
-        key = _identity(node)
-        if key in self._fresh:
-            base = self._fresh[key][1]
-        else:
-            if isinstance(node, TensorNode):
-                shard = self._stored.shard(node.shard)
-                dtype, shape = _dtype(shard.dtype), shard.shape
-            else:
-                dtype, shape = self.form(node)
+        key, view = leaf.identity, leaf.view
+        if key not in self._fresh:
+            whole = leaf if view is None else _base(leaf)
+            dtype, shape = self.form(whole)
             base = _empty(shape, dtype, device, like)
-            whole = TensorNode(node.shard) if isinstance(node, TensorNode) else node
             self._fresh[key] = whole, base
             for box in boxes_of(base):
                 self._fetch(whole, box, box.of(local_of(base)))
-        if isinstance(node, TensorNode) and node.view is not None:
-            return _window(base, node.view, self._stored.shard(node.shard))
-        return base
+        base = self._fresh[key][1]
+        return base if view is None else _strided(base, view, self._stored.shard(leaf))
 
-    def fresh_tensors(self) -> list[tuple[StoredTensor, torch.Tensor]]:
+    def fresh_tensors(self) -> list[tuple[Located, torch.Tensor]]:
         """The new tensors so far, each with what goes into it."""
         return list(self._fresh.values())
 
     def fill(self, on_bytes: Callable[[int], None] = lambda _count: None) -> None:
-        """Read, verify, place; ``on_bytes`` is told, from several threads, of what has been read.
+        """Read, verify and place; ``on_bytes`` is called from several threads with the size of each chunk read.
 
-        Blocks; raises :class:`IntegrityError`.
+        Blocks.  Raises: :class:`IntegrityError`.
         """
         checkpoint = self._stored.checkpoint
 
@@ -173,47 +171,46 @@ class Placement:
                 into.copy_(source.as_strided(into.shape, source.stride(), source.storage_offset()))
 
     def _chunks(self, checkpoint: Checkpoint) -> set[tuple[int, int]]:
-        """(rank, chunk) of everything that goes somewhere."""
+        """(rank, chunk) of everything that is wanted."""
         chunks: set[tuple[int, int]] = set()
-        for (rank, number), regions in self._regions.items():
-            sealed = checkpoint.of(rank)
-            shard, chunk_bytes = sealed.seal.shards[number], sealed.seal.segment.chunk_bytes
-            for region in regions:
-                if region.into.numel():
-                    item_bytes = region.into.element_size()
-                    start = shard.start + region.first * item_bytes
-                    end = shard.start + region.end * item_bytes
+        for (rank, number), boxes in self._boxes.items():
+            seal = checkpoint.of(rank).seal
+            shard, chunk_bytes = seal.shards[number], seal.segment.chunk_bytes
+            for box in boxes:
+                if box.into.numel():
+                    item_bytes = box.into.element_size()
+                    start = shard.start + box.first * item_bytes
+                    end = shard.start + box.end * item_bytes
                     chunks.update((rank, each) for each in range(start // chunk_bytes, (end - 1) // chunk_bytes + 1))
         return chunks
 
     def _place(self, rank: int, shards: Sequence[int], start: int, end: int, buffer: mmap.mmap) -> None:
-        """One chunk's bytes to every tensor that has a part in them; runs on the reading threads."""
+        """Copy one chunk's bytes into every tensor that has a part in them.  Thread: a reading one."""
         memory = torch.frombuffer(buffer, dtype=torch.uint8)
         seal = self._stored.checkpoint.of(rank).seal
         for number in shards:
             shard = seal.shards[number]
-            for region in self._regions.get((rank, number), ()):
-                item_bytes = region.into.element_size()
-                begin = max(shard.start + region.first * item_bytes, start)
-                until = min(shard.start + region.end * item_bytes, end)
+            for box in self._boxes.get((rank, number), ()):
+                item_bytes = box.into.element_size()
+                begin = max(shard.start + box.first * item_bytes, start)
+                until = min(shard.start + box.end * item_bytes, end)
                 if begin < until:
                     data = memory[begin - start : until - start]
                     at = (begin - shard.start) // item_bytes
-                    if region.is_run:
-                        _put(data, region.into, begin - shard.start - region.first * item_bytes)
+                    if box.is_contiguous:
+                        _put(data, box.into, begin - shard.start - box.first * item_bytes)
                     else:
-                        typed = data.view(region.into.dtype)
-                        _scatter(typed, at, shard.shape, region.offset, region.into)
+                        _scatter(data.view(box.into.dtype), at, shard.shape, box.offset, box.into)
 
 
-def _reads(
-    found: Sequence[Piece], box: Box
-) -> Iterator[tuple[Piece, tuple[int, ...], tuple[int, ...], tuple[int, ...]]]:
-    """(piece, place in it, place in the box, shape) of everything that pieces and box have in common."""
-    for piece in found:
-        if (piece.offset, piece.shape) == (box.offset, box.shape):
+def _overlaps(
+    found: Sequence[StoredBox], box: Box
+) -> Iterator[tuple[StoredBox, tuple[int, ...], tuple[int, ...], tuple[int, ...]]]:
+    """(stored box, place in it, place in the box, shape) of everything that stored boxes and the box have in common."""
+    for stored in found:
+        if (stored.offset, stored.shape) == (box.offset, box.shape):
             origin = (0,) * len(box.shape)
-            yield piece, origin, origin, box.shape
+            yield stored, origin, origin, box.shape
             return
     if not found:
         return
@@ -221,9 +218,9 @@ def _reads(
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
     from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-    stored = [ChunkStorageMetadata(torch.Size(piece.offset), torch.Size(piece.shape)) for piece in found]
+    chunks = [ChunkStorageMetadata(torch.Size(each.offset), torch.Size(each.shape)) for each in found]
     wanted = ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.shape))
-    described = TensorStorageMetadata(TensorProperties(), torch.Size(box.shape), stored)
+    described = TensorStorageMetadata(TensorProperties(), torch.Size(box.shape), chunks)
     for item in create_read_items_for_chunk_list("", described, [wanted]):
         index = item.storage_index.index
         assert index is not None
@@ -274,9 +271,10 @@ def _scatter(data: torch.Tensor, at: int, shape: Sequence[int], offset: Sequence
         data, first, skipped = data[count:], first + rows, 0
 
 
-def _identity(node: StoredTensor) -> str:
-    """Equal for tensors that are stored in the same place."""
-    return f"{node.shard}" if isinstance(node, TensorNode) else f"={node.tensor}"
+def _base(view: Located) -> Located:
+    """The tensor that fills the shard of which this one is a view."""
+    assert isinstance(view.node, tree.TensorNode)
+    return Located(view.rank, tree.TensorNode(view.node.shard))
 
 
 def _empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device | None, like: Any) -> torch.Tensor:
@@ -299,7 +297,7 @@ def _without_repeats(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _window(base: torch.Tensor, view: View, shard: Shard) -> torch.Tensor:
+def _strided(base: torch.Tensor, view: tree.View, shard: Shard) -> torch.Tensor:
     dtype = _dtype(view.dtype)
     numbers = (view.offset, *view.shape, *view.stride)
     if len(view.shape) != len(view.stride) or not all(0 <= number < 1 << 62 for number in numbers):

@@ -1,7 +1,8 @@
 """Restoring on every rank at once: the same step everywhere, or nowhere.
 
-Ranks agree three times for each step they try: which one it is; that it fits the live state on every rank (before
-that nothing is touched); and that every byte was read and verified.  If one rank finds damage, all step back.
+Ranks agree three times for each step they try: which step it is, that it fits the live state on every rank, and that
+every byte was read and verified.  Nothing is touched before the second.  If one rank finds damage, all ranks try the
+next older step.
 """
 
 from __future__ import annotations
@@ -177,7 +178,7 @@ class Resume:
         return ""
 
     def _match(self, checkpoint: Any, step: int) -> Match:
-        """With this rank's own part if there is one that fits, else with those of all."""
+        """With this rank's own tree if there is one and it fits, else with the trees of all ranks merged."""
         rank, world_size = self._group.rank, checkpoint.world_size
         is_same_size = world_size == self._group.world_size
         found = Match(Stored(checkpoint, rank, is_merged=not is_same_size), self._state)

@@ -1,4 +1,4 @@
-"""Figures of tensors: what one holds, and by how much two differ.  Exact counts; sums in float64, piece by piece."""
+"""Statistics of one tensor, and the difference of two.  Counts are exact; sums are taken in float64."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-_PIECE = 1 << 22
+_SLICE_ITEMS = 1 << 22
+"""How much is converted to float64 at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +37,8 @@ class Difference:
 
 def statistics(tensor: torch.Tensor) -> Statistics:
     low, high, total, count, nan, inf = math.inf, -math.inf, 0.0, 0, 0, 0
-    for (piece,) in _pieces(tensor):
-        values = _real(piece)
+    for (part,) in _slices(tensor):
+        values = _real(part)
         nan += int(values.isnan().sum())
         inf += int(values.isinf().sum())
         finite = values[values.isfinite()]
@@ -51,7 +52,7 @@ def statistics(tensor: torch.Tensor) -> Statistics:
 def difference(left: torch.Tensor, right: torch.Tensor) -> Difference:
     """Blocks: reads both once."""
     different, largest, changed, norm = 0, -1.0, 0.0, 0.0
-    for one, other in _pieces(left, right):
+    for one, other in _slices(left, right):
         bits = (one.view(torch.uint8) != other.view(torch.uint8)).view(one.numel(), -1)
         different += int(bits.any(dim=1).sum())
         a, b = _real(one), _real(other)
@@ -66,14 +67,14 @@ def difference(left: torch.Tensor, right: torch.Tensor) -> Difference:
     return Difference(left.numel(), different, largest if largest >= 0 else None, relative)
 
 
-def _pieces(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+def _slices(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
     flat = [tensor.detach().contiguous().view(-1) for tensor in tensors]
-    for at in range(0, flat[0].numel(), _PIECE):
-        yield tuple(each[at : at + _PIECE] for each in flat)
+    for at in range(0, flat[0].numel(), _SLICE_ITEMS):
+        yield tuple(each[at : at + _SLICE_ITEMS] for each in flat)
 
 
-def _real(piece: torch.Tensor) -> torch.Tensor:
+def _real(part: torch.Tensor) -> torch.Tensor:
     """As float64; a complex number as two."""
-    if piece.dtype == torch.uint64:  # has no conversion of its own everywhere
-        return piece.view(torch.int64).double() + (piece.view(torch.int64) < 0) * 2.0**64
-    return (torch.view_as_real(piece) if piece.is_complex() else piece).to(torch.float64)
+    if part.dtype == torch.uint64:  # has no conversion of its own everywhere
+        return part.view(torch.int64).double() + (part.view(torch.int64) < 0) * 2.0**64
+    return (torch.view_as_real(part) if part.is_complex() else part).to(torch.float64)

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 
-from stillframe import PartReader
+from stillframe import BoxReader
 from stillframe.errors import ConfigError, StateError, UnsupportedStateError
 from stillframe.integrations.dcp.place import Opaque, PathLike, Place
 from stillframe.integrations.open_roots import seat
@@ -36,7 +36,7 @@ class Reader(Place, StorageReader):
 
     def __init__(self, path: PathLike, *, step: int | None = None) -> None:
         super().__init__(path, step=step)
-        self._reader: PartReader | None = None
+        self._reader: BoxReader | None = None
         self._flat: dict[str, Any] = {}
 
     def read_metadata(self) -> Metadata:
@@ -47,7 +47,7 @@ class Reader(Place, StorageReader):
             )
         if self._reader is not None:
             self._reader.close()
-        self._reader = PartReader(self.path, self.step, rank=seat()[0])
+        self._reader = BoxReader(self.path, self.step, rank=seat()[0])
         outline = self._reader.outline
         self._flat, paths = _nested_dict.flatten_state_dict(outline if isinstance(outline, dict) else {"": outline})
         return Metadata({name: self._described(value) for name, value in self._flat.items()}, planner_data=paths)

@@ -168,6 +168,7 @@ def test_the_public_names_are_what_we_think() -> None:
     assert stillframe.__all__ == [
         "ELSEWHERE",
         "RNG",
+        "BoxReader",
         "BusyError",
         "Catalog",
         "Checkpoint",
@@ -184,7 +185,6 @@ def test_the_public_names_are_what_we_think() -> None:
         "MismatchError",
         "NotFoundError",
         "Part",
-        "PartReader",
         "Progress",
         "RestoreReport",
         "Save",

@@ -221,24 +221,27 @@ def test_a_writer_that_is_given_up_while_a_thread_writes(tmp_path: Path) -> None
         writer.finish()
 
 
-def test_finish_again_after_its_last_sync_failed(tmp_path: Path) -> None:
-    calls = FaultyCalls()
+@pytest.mark.parametrize("failing", [1, 2])
+def test_a_failed_fsync_is_not_forgotten(tmp_path: Path, failing: int) -> None:
+    class FailsOnce(Calls):
+        count = -1000
+
+        def fsync(self, fd: int) -> None:
+            self.count += 1
+            if self.count == failing:
+                raise OSError(errno.EIO, "injected")
+            super().fsync(fd)
+
+    calls = FailsOnce()
     store = PosixStore(tmp_path, calls=calls)
     writer = store.writer("blob", 4)
     writer.write_at(memoryview(b"blob"), 0)
-    fsync, count = calls.fsync, iter([0, 1])
-
-    def fails_once(fd: int) -> None:
-        if next(count, 0):
-            raise OSError(errno.EIO, "injected")
-        fsync(fd)
-
-    calls.fsync = fails_once  # type: ignore[method-assign]
-    with pytest.raises(StorageError):
-        writer.finish()
-    writer.finish()
+    calls.count = 0  # the next is the file's, and then the directory's
+    for _ in range(2):
+        with pytest.raises(StorageError):
+            writer.finish()
     writer.abort()
-    assert (tmp_path / "blob").read_bytes() == b"blob"
+    assert os.listdir(tmp_path) == ([] if failing == 1 else ["blob"])
     store.close()
 
 

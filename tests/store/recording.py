@@ -213,10 +213,13 @@ class Op:
         else:
             writer = store.writer(self.key, len(self.value))
             view = memoryview(self.value)
-            for start in reversed(range(0, len(view), BLOCK)):
-                writer.write_at(view[start : start + BLOCK], start)
-            (writer.finish if self.verb == "write" else writer.abort)()
-            writer.abort()
+            try:
+                for start in reversed(range(0, len(view), BLOCK)):
+                    writer.write_at(view[start : start + BLOCK], start)
+                if self.verb == "write":
+                    writer.finish()
+            finally:
+                writer.abort()
 
     def effects(self) -> dict[str, bytes | None]:
         if self.verb == "abort" or not self.has_effect:

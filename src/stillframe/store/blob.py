@@ -157,7 +157,7 @@ class BlobWriter:
         self._root, self._calls, self._doing = root, root.calls, doing
         self._name, self._size = name, size
         self._closing = threading.Lock()
-        self._users, self._is_named, self._is_over = 0, False, False
+        self._users, self._was_tried, self._is_over = 0, False, False
         self._directory, self._file, self._partial = self._calls.dup(directory), -1, ""
         try:
             self._file, self._partial, self._is_direct = self._create(spare)
@@ -194,11 +194,13 @@ class BlobWriter:
 
     def finish(self) -> None:
         with translated(self._doing), self._in_use() as file:
-            if not self._is_named:
-                self._calls.truncate(file, self._size)  # the padding of the last block
-                self._calls.fsync(file)
-                self._calls.rename(self._partial, self._name, self._directory, self._directory)
-                self._is_named = True
+            if self._was_tried:  # after an fsync that failed the next one says nothing: the pages count as clean
+                raise OSError(errno.EIO, "an earlier try to finish it failed, write it again")
+            self._was_tried = True
+            self._calls.truncate(file, self._size)  # the padding of the last block
+            self._calls.fsync(file)
+            self._calls.rename(self._partial, self._name, self._directory, self._directory)
+            self._partial = ""
             self._root.sync(self._directory)
         self.abort()
 
@@ -206,7 +208,7 @@ class BlobWriter:
         with self._closing:
             self._is_over = True
             partial, self._partial = self._partial, ""
-            if partial and not self._is_named:
+            if partial:
                 with contextlib.suppress(OSError):
                     self._calls.unlink(partial, self._directory)
         self._close_unused()

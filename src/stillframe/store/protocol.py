@@ -64,7 +64,7 @@ class Writer(Protocol):
         of 4096 are fastest; the last block may reach beyond the size.  Raises :class:`StorageError`."""
 
     def finish(self) -> None:
-        """The blob has its key, whole and durable.  Blocks.  Raises :class:`StorageError`."""
+        """The blob has its key, whole and durable.  Blocks.  Raises :class:`StorageError`: then write it all again."""
 
     def abort(self) -> None:
         """Give it up; may be called at any time, again, and after :meth:`finish`.  Never raises."""

@@ -157,8 +157,11 @@ def test_a_sweep_leaves_checkpoints_of_ranks_that_did_not_share_the_root(tmp_pat
 def test_spares_of_ranks_that_there_are_no_more_go(tmp_path: Path) -> None:
     for rank in range(4):
         (tmp_path / names.spare(rank)).touch()
+        (tmp_path / f"{names.spare(rank)}.0123abcd.partial").touch()
     RootLock(PosixStore(tmp_path), 3, OTHER).acquire()
-    remove_spares(Catalog(tmp_path), 2)
+    remove_spares(Catalog(tmp_path), 1, 2)
+    assert [rank for rank in range(4) if (tmp_path / f"{names.spare(rank)}.0123abcd.partial").exists()] == [0, 2, 3]
+    remove_spares(Catalog(tmp_path), 0, 2)
     assert [rank for rank in range(4) if (tmp_path / names.spare(rank)).exists()] == [0, 1, 3]
 
 

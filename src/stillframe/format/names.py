@@ -14,15 +14,15 @@ PARTIAL = ".partial"
 LABEL = "label.json"
 LATEST = "latest"
 
-_STEP = re.compile(r"step-(\d{12})", re.ASCII)
 _UNFINISHED = r"\.[0-9a-f]{8}\.partial"
 """What a store adds to a name while its file is written."""
+_STEP = re.compile(r"step-(\d{12})", re.ASCII)
 _RANK_FILE = re.compile(
     rf"rank-(\d{{5}})-([0-9a-f]{{8}})\.(safetensors|seal\.json|failure\.json)({_UNFINISHED})?", re.ASCII
 )
 _LOCK = re.compile(r"rank-(\d{5})\.lock", re.ASCII)
 _LABEL = re.compile(r"label-(\d{12})-([0-9a-f]{8})\.partial", re.ASCII)
-_SPARE = re.compile(r"rank-(\d{5})\.spare", re.ASCII)
+_SPARE = re.compile(rf"rank-(\d{{5}})\.spare({_UNFINISHED})?", re.ASCII)
 _MANIFEST = re.compile(rf"manifest(?:-(\d{{5}}))?(\.damaged|\.pruned)?\.json({_UNFINISHED})?", re.ASCII)
 _LABEL_MARK = re.compile(rf"label\.json({_UNFINISHED})?", re.ASCII)
 _LATEST = re.compile(rf"latest{_UNFINISHED}", re.ASCII)
@@ -76,9 +76,10 @@ def spare(rank: int) -> str:
     return f"rank-{rank:05d}.spare"
 
 
-def parse_spare(name: str) -> int | None:
+def parse_spare(name: str) -> tuple[int, bool] | None:
+    """Its rank, and whether it is one that a keeper was just setting aside."""
     found = _SPARE.fullmatch(name)
-    return int(found[1]) if found else None
+    return (int(found[1]), found[2] is not None) if found else None
 
 
 def label_partial(step: int, attempt: str) -> str:

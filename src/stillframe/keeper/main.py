@@ -114,8 +114,8 @@ class Keeper:
             if self._lock.is_held and (self._rank == 0 or self._catalog.rank is not None):
                 self._met_others = sweep(self._catalog, self._terms.attempt, "all" if self._is_alone else "partial")
                 labels.finish(self._catalog, self._terms.attempt)
-                if self._catalog.rank is None:
-                    remove_spares(self._catalog, self._terms.world_size)
+            if self._lock.is_held:
+                remove_spares(self._catalog, self._rank, self._terms.world_size)
 
     # --- listening -------------------------------------------------------------------------
 

@@ -58,7 +58,7 @@ def remove_leftovers(catalog: Catalog) -> None:
     with _root_of(catalog) as attempt:
         sweep(catalog, attempt, "all")
         spares = [(name, names.parse_spare(name)) for name in catalog.store.list()]
-        catalog.store.delete([name for name, rank in spares if rank is not None and catalog.rank in (None, rank)])
+        catalog.store.delete([name for name, spare in spares if spare and catalog.rank in (None, spare[0])])
 
 
 def check_free(catalog: Catalog) -> None:

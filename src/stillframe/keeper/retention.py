@@ -208,11 +208,13 @@ def _is_verdict(name: str) -> bool:
     return manifest is not None and not manifest.is_partial and not manifest.is_pruned
 
 
-def remove_spares(catalog: Catalog, world_size: int) -> None:
-    """Those of ranks that an earlier, larger run had and this one has not.  Raises :class:`StorageError`."""
+def remove_spares(catalog: Catalog, rank: int, world_size: int) -> None:
+    """What a killed keeper of this rank was setting aside; for rank 0 also the spares of ranks that an earlier, larger
+    run had.  Raises :class:`StorageError`."""
     for name in catalog.store.list():
-        rank = names.parse_spare(name)
-        if rank is not None and rank >= world_size and not is_held(catalog.store, rank):
+        whose, is_unfinished = names.parse_spare(name) or (-1, False)
+        is_nobodys = rank == 0 and whose >= world_size and not is_held(catalog.store, whose)
+        if (whose == rank and is_unfinished) or is_nobodys:
             catalog.store.delete([name])
 
 

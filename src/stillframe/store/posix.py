@@ -51,6 +51,8 @@ class PosixStore:
     # --- the seven verbs -------------------------------------------------------------------
 
     def put(self, key: str, data: Data, durable: bool = True) -> None:
+        data = memoryview(data).cast("B")
+
         def work(fd: int, name: str) -> None:
             with self._partial_file(fd, name, data, durable) as partial:
                 self.calls.rename(partial, name, fd, fd)
@@ -60,6 +62,8 @@ class PosixStore:
         self._write(key, work, durable)
 
     def put_new(self, key: str, data: Data) -> bool:
+        data = memoryview(data).cast("B")
+
         def work(fd: int, name: str) -> bool:
             with self._partial_file(fd, name, data, durable=True) as partial:
                 self._root.sync(fd)  # what other clients have put here

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from stillframe.restore.load import load
     from stillframe.retention import KeepEvery, KeepLast
     from stillframe.save.saves import Save
-    from stillframe.state.boxes import Part
+    from stillframe.state.boxes import TensorBox
     from stillframe.state.codecs import register_leaf
     from stillframe.state.rng import RNG
     from stillframe.state.train_state import TrainState
@@ -76,7 +76,6 @@ __all__ = [
     "Label",
     "MismatchError",
     "NotFoundError",
-    "Part",
     "PartReader",
     "Progress",
     "RestoreReport",
@@ -85,6 +84,7 @@ __all__ = [
     "Stats",
     "StillframeError",
     "StorageError",
+    "TensorBox",
     "Times",
     "TornError",
     "TrainState",
@@ -104,7 +104,7 @@ _HOMES = {
     "KeepEvery": "retention",
     "KeepLast": "retention",
     "Label": "model",
-    "Part": "state.boxes",
+    "TensorBox": "state.boxes",
     "PartReader": "restore.boxes",
     "Progress": "model",
     "RNG": "state.rng",

@@ -16,7 +16,7 @@ from stillframe.format import names, records
 from stillframe.format.digest import digest
 from stillframe.format.records import Failure, SealDraft, Team
 from stillframe.format.segment import encode_header
-from stillframe.format.tree import DictNode, Part, ShardedNode
+from stillframe.format.tree import DictNode, Holding, ShardedNode
 from stillframe.keeper.commit import Coordinator, Member, Terms
 from stillframe.keeper.segment import Flush, report_failure
 from stillframe.link.messages import Begin
@@ -33,7 +33,7 @@ def sealed(root: Path, rank: int, world_size: int = 3, attempt: str = ATTEMPT, t
 
 
 def unsealed(root: Path, rank: int, world_size: int, attempt: str = ATTEMPT, tensors: tuple[str, ...] = ()) -> Flush:
-    nodes = [ShardedNode(name, "F32", (4,), [Part(rank, (rank,), (1,))]) for name in tensors]
+    nodes = [ShardedNode(name, "F32", (4,), [Holding(rank, (rank,), (1,))]) for name in tensors]
     teams = [Team(digest(b"all"), world_size, digest(repr(tensors).encode()))] if tensors else []
     draft = SealDraft(
         STEP, rank, world_size, attempt, records.encode_shards([]),

@@ -41,7 +41,7 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 
-from stillframe import ELSEWHERE, Part, PartReader, register_leaf
+from stillframe import ELSEWHERE, PartReader, TensorBox, register_leaf
 from stillframe.errors import ConfigError, StateError, UnsupportedStateError
 from stillframe.integrations.lazy import Stager, take_staging
 from stillframe.integrations.runs import close_run, open_run, seat
@@ -248,12 +248,12 @@ class _Nest(dict[Any, Any]):
         return [items.get(at, ELSEWHERE) for at in range(max(items) + 1 + has_gaps)]
 
 
-def _tensor(item: WriteItem, planner: SavePlanner) -> torch.Tensor | Part:
+def _tensor(item: WriteItem, planner: SavePlanner) -> torch.Tensor | TensorBox:
     tensor = planner.resolve_data(item)
     assert isinstance(tensor, torch.Tensor)
     assert item.tensor_data is not None
     tensor, whole, chunk = tensor.detach(), item.tensor_data.size, item.tensor_data.chunk
-    return tensor if tuple(tensor.shape) == tuple(whole) else Part(tensor, whole, chunk.offsets)
+    return tensor if tuple(tensor.shape) == tuple(whole) else TensorBox(tensor, whole, chunk.offsets)
 
 
 def _bytes(item: WriteItem, planner: SavePlanner) -> Any:

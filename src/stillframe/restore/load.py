@@ -29,7 +29,7 @@ from stillframe.format.tree import (
     render,
 )
 from stillframe.restore.place import Placement
-from stillframe.state.codecs import leaf_named
+from stillframe.state.codecs import codec_named
 from stillframe.units import MIB
 
 Later = Callable[[], Any]
@@ -85,12 +85,12 @@ class Builder:
         return tensor.numpy
 
     def decoded(self, node: LeafNode, item: Later) -> Later:
-        leaf = leaf_named(node.name)
-        if leaf is None:
+        codec = codec_named(node.name)
+        if codec is None:
             raise UnsupportedStateError(
                 f"the checkpoint holds a leaf named {node.name!r}; call register_leaf for it before loading"
             )
-        return lambda: leaf.decode(item())
+        return lambda: codec.decode(item())
 
     def _leaf(self, node: TensorNode | ShardedNode | ArrayNode | ValueNode) -> Later:
         if isinstance(node, ValueNode):

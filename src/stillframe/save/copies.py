@@ -1,4 +1,4 @@
-"""The copies that fill a segment: shards cut into chunks, chunks into runs of adjacent bytes of one device."""
+"""The copies that fill a segment: shards cut into chunks, chunks into copies of adjacent bytes of one device."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 import torch
 
-from stillframe.format.segment import Whole
+from stillframe.format.segment import BoxOf
 from stillframe.model import CHUNK_BYTES
 from stillframe.save.device import Device
 from stillframe.state.boxes import Box
@@ -22,7 +22,7 @@ _COALESCE_BYTES = MIB
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class Copy:
     """One copy: adjacent sources of one device, end to end, to a place in the chunk."""
 
     device: Device
@@ -36,7 +36,7 @@ class Run:
 @dataclass(frozen=True, slots=True)
 class Chunk:
     nbytes: int
-    runs: tuple[Run, ...]
+    copies: tuple[Copy, ...]
 
 
 CaptureSource: TypeAlias = "torch.Tensor | int | tuple[int, Box]"
@@ -55,7 +55,7 @@ class Target:
     """Which tensor of the walk it is captured from; ``None`` if a view of the source, made once, will do."""
     box: Box | None = None
     """Which part of that tensor; ``None``: all of it."""
-    whole: Whole | None = None
+    whole: BoxOf | None = None
     shard: int = -1
     start: int = 0
 
@@ -100,7 +100,7 @@ def captures_of(order: list[Target]) -> tuple[list[Capture], dict[int, int]]:
 
 
 def chunks_of(order: list[Target], captured_at: dict[int, int], data_bytes: int) -> list[Chunk]:
-    runs: list[list[Run]] = [[] for _ in range(-(-data_bytes // CHUNK_BYTES))]
+    copies: list[list[Copy]] = [[] for _ in range(-(-data_bytes // CHUNK_BYTES))]
     for target in order:
         at, end = target.start, target.start + target.nbytes
         flat = as_bytes(target.source) if not target.is_captured and is_plain(target.source) else None
@@ -109,47 +109,47 @@ def chunks_of(order: list[Target], captured_at: dict[int, int], data_bytes: int)
             count = min(end - at, CHUNK_BYTES - offset)
             begin = at - target.start
             if target.is_captured:
-                run = Run(target.device, offset, count, (), captured_at[target.shard] + begin)
-                _append(runs[number], run)
+                copy = Copy(target.device, offset, count, (), captured_at[target.shard] + begin)
+                _append(copies[number], copy)
             elif flat is not None:
-                _append(runs[number], Run(target.device, offset, count, (flat[begin : begin + count],)))
+                _append(copies[number], Copy(target.device, offset, count, (flat[begin : begin + count],)))
             else:
                 item_bytes = target.source.element_size()
                 for piece in pieces(target.source.detach(), begin // item_bytes, count // item_bytes):
-                    runs[number].append(Run(target.device, offset, piece.nbytes, (piece,)))
+                    copies[number].append(Copy(target.device, offset, piece.nbytes, (piece,)))
                     offset += piece.nbytes
             at += count
     return [
         Chunk(min(CHUNK_BYTES, data_bytes - number * CHUNK_BYTES), tuple(_coalesced(each)))
-        for number, each in enumerate(runs)
+        for number, each in enumerate(copies)
     ]
 
 
-def _append(runs: list[Run], run: Run) -> None:
-    """Add a run, as one with the last where both are captured and adjacent in the gathered bytes."""
-    last = runs[-1] if runs else None
+def _append(copies: list[Copy], copy: Copy) -> None:
+    """Add a copy, as one with the last where both are captured and adjacent in the gathered bytes."""
+    last = copies[-1] if copies else None
     if (
         last is not None
         and last.captured is not None
-        and run.captured is not None
-        and last.device is run.device
-        and last.captured + last.nbytes == run.captured
+        and copy.captured is not None
+        and last.device is copy.device
+        and last.captured + last.nbytes == copy.captured
     ):
-        runs[-1] = Run(run.device, last.offset, last.nbytes + run.nbytes, (), last.captured)
+        copies[-1] = Copy(copy.device, last.offset, last.nbytes + copy.nbytes, (), last.captured)
     else:
-        runs.append(run)
+        copies.append(copy)
 
 
-def _coalesced(runs: list[Run]) -> Iterator[Run]:
-    """Neighbouring small plain pieces become one run: one call that copies them all, without the GIL."""
-    for (device, is_small), group in itertools.groupby(runs, key=lambda run: (run.device, _is_small(run))):
+def _coalesced(copies: list[Copy]) -> Iterator[Copy]:
+    """Neighbouring small plain pieces become one copy: one call that copies them all, without the GIL."""
+    for (device, is_small), group in itertools.groupby(copies, key=lambda copy: (copy.device, _is_small(copy))):
         members = list(group)
         if is_small and len(members) > 1:
-            sources = tuple(source for run in members for source in run.sources)
-            yield Run(device, members[0].offset, sum(run.nbytes for run in members), sources)
+            sources = tuple(source for copy in members for source in copy.sources)
+            yield Copy(device, members[0].offset, sum(copy.nbytes for copy in members), sources)
         else:
             yield from members
 
 
-def _is_small(run: Run) -> bool:
-    return run.captured is None and run.nbytes < _COALESCE_BYTES and is_byte_row(run.sources[0])
+def _is_small(copy: Copy) -> bool:
+    return copy.captured is None and copy.nbytes < _COALESCE_BYTES and is_byte_row(copy.sources[0])

@@ -7,7 +7,7 @@ The order that must hold, whatever the device:
 On an accelerator both arrows are events between streams, so the host waits for neither: an
 event on the compute stream at ``save()`` (:meth:`Device.mark`), for which the side stream waits
 (:meth:`Device.begin`); and an event on the side stream for which the compute stream waits at the
-fence (:meth:`Device.hold`).  In host memory a copy is done when the call returns.
+fence (:meth:`Device.order_after`).  In host memory a copy is done when the call returns.
 
 Written on ``torch.accelerator``, ``torch.Stream`` and ``torch.Event``, so CUDA, ROCm, XPU and the
 rest take one path.  :mod:`.emulated` stands behind the same interface, and proves the order.
@@ -35,7 +35,7 @@ class Ticket(Protocol):
 
 
 class Device(Protocol):
-    """Thread: ``mark``, ``gather`` and ``hold`` on the training thread; the others on the stager's."""
+    """Thread: ``mark``, ``gather`` and ``order_after`` on the training thread; the others on the stager's."""
 
     def mark(self) -> Any:
         """A point in the compute queue: all that is queued so far comes before it."""
@@ -52,7 +52,7 @@ class Device(Protocol):
     def ticket(self) -> Ticket | None:
         """For the copies issued so far; ``None`` if they are done."""
 
-    def hold(self, ticket: Ticket) -> None:
+    def order_after(self, ticket: Ticket) -> None:
         """Compute queued from now on waits for the ticket; the host does not."""
 
     def adopt(self, address: int, nbytes: int) -> None:
@@ -86,7 +86,7 @@ class HostDevice:
     def ticket(self) -> None:
         return None
 
-    def hold(self, ticket: Ticket) -> None:
+    def order_after(self, ticket: Ticket) -> None:
         pass
 
     def adopt(self, address: int, nbytes: int) -> None:
@@ -131,7 +131,7 @@ class AcceleratorDevice:
         event.record(self._side)
         return _EventTicket(event)
 
-    def hold(self, ticket: Ticket) -> None:
+    def order_after(self, ticket: Ticket) -> None:
         assert isinstance(ticket, _EventTicket)
         torch.accelerator.current_stream(self._device).wait_event(ticket.event)
 

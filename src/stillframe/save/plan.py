@@ -18,8 +18,8 @@ import torch
 from stillframe.errors import UnsupportedStateError
 from stillframe.format.digest import digest_of
 from stillframe.format.records import Team, encode_shards, encode_tree
-from stillframe.format.segment import Shard, Whole, encode_header
-from stillframe.format.tree import Part, Path, ShardedNode, TensorNode, View, render
+from stillframe.format.segment import BoxOf, Shard, encode_header
+from stillframe.format.tree import Holding, Path, ShardedNode, TensorNode, View, render
 from stillframe.format.values import Unencodable
 from stillframe.save.copies import Capture, CaptureSource, Chunk, Target, captures_of, chunks_of
 from stillframe.save.device import Device, DeviceTable
@@ -187,7 +187,7 @@ def _targets(
             spread_base.tensor(seat),
             DTYPE_NAMES[base.source.dtype],
             spread.shape,
-            [Part(*each.where) for each in parts],
+            [Holding(*each.where) for each in parts],
         )
         leaves.update((each, _Leaf(None, None, node, spread_base.is_loose)) for each, _ in base.leaves)
     return targets, [leaves[index] for index in range(len(leaves))]
@@ -208,7 +208,7 @@ def _own_targets(each: SpreadBase, parts: list[Assigned], devices: DeviceTable, 
                 is_captured=each.is_captured,
                 index=base.leaves[0][0] if each.is_captured else None,
                 box=box if is_part else None,
-                whole=Whole(each.tensor(seat), each.spread.shape, part.offset),
+                whole=BoxOf(each.tensor(seat), each.spread.shape, part.offset),
             )
 
 

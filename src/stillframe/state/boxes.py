@@ -41,7 +41,7 @@ class Spread:
 
     shape: tuple[int, ...]
     boxes: tuple[Box, ...]
-    holders: tuple[int, ...]
+    ranks: tuple[int, ...]
     """The ranks, this one among them, that hold exactly these boxes; in order."""
     team: tuple[int, ...]
     """The ranks that hold a part of it at all, this one among them or not; in order."""
@@ -82,13 +82,13 @@ def spread_of(tensor: Any) -> Spread:
     same = tuple(
         slice(None) if placement.is_replicate() else at for placement, at in zip(placements, coordinate, strict=True)
     )
-    holders = tuple(sorted(ranks[same].flatten().tolist()))
+    ranks = tuple(sorted(ranks[same].flatten().tolist()))
     boxes = _boxes(tensor, shape, coordinate)
     local = tuple(local_of(tensor).shape)
     extent = tuple(max((box.local[dim] + box.shape[dim] for box in boxes), default=0) for dim in range(len(shape)))
     if boxes and extent != local:
         raise Unencodable(f"a DTensor whose local part has shape {local}, where its placements make {extent}")
-    return Spread(shape, boxes, holders, team, layout)
+    return Spread(shape, boxes, ranks, team, layout)
 
 
 def replicated(tensor: torch.Tensor, ranks: Sequence[int]) -> Spread:
@@ -161,7 +161,7 @@ def _stretches(indexes: list[int]) -> Iterable[tuple[int, int, int]]:
             start = at
 
 
-class Part:
+class TensorBox:
     """The box of a tensor that this rank writes, standing in a state where the tensor would.
 
     ``tensor`` holds it, ``shape`` is that of the whole tensor, ``offset`` the place of the box's first item in it.  The
@@ -181,7 +181,9 @@ class Part:
             for start, size, whole in zip(self.offset, sizes, self.shape, strict=True)
         )
         if not fits:
-            raise ConfigError(f"Part: a box of {sizes} at {self.offset} does not lie within a tensor of {self.shape}")
+            raise ConfigError(
+                f"TensorBox: a box of {sizes} at {self.offset} does not lie within a tensor of {self.shape}"
+            )
 
     def __repr__(self) -> str:
-        return f"Part(shape={self.shape}, offset={self.offset}, of={tuple(self.tensor.shape)})"
+        return f"TensorBox(shape={self.shape}, offset={self.offset}, of={tuple(self.tensor.shape)})"

@@ -24,7 +24,7 @@ from stillframe.format.records import Team
 from stillframe.format.segment import OF_TEAM
 from stillframe.format.tree import Path
 from stillframe.format.values import Unencodable
-from stillframe.state.boxes import Box, Part, Spread, replicated, spread_of
+from stillframe.state.boxes import Box, Spread, TensorBox, replicated, spread_of
 from stillframe.state.dtypes import DTYPE_NAMES
 from stillframe.state.memory import Base
 from stillframe.state.train_state import innermost
@@ -153,7 +153,7 @@ def find_spreads(walk: Walk, paths: Sequence[Path], seat: Seat) -> dict[int, Spr
     return spreads
 
 
-def _given(index: int, part: Part, seat: Seat) -> Spread:
+def _given(index: int, part: TensorBox, seat: Seat) -> Spread:
     """A box by itself: who gave it answers for the others', so no team is checked, and none is tied to another."""
     shape = tuple(part.tensor.shape)
     boxes = () if 0 in shape else (Box(part.offset, shape, (0,) * len(shape)),)
@@ -195,7 +195,7 @@ def assign(bases: Iterable[SpreadBase], seat: Seat) -> Iterator[tuple[SpreadBase
     """Of each, which rank writes which part of what this rank holds."""
     by_holders: dict[tuple[int, ...], list[SpreadBase]] = defaultdict(list)
     for each in bases:
-        by_holders[each.spread.holders if seat.writes_once else (seat.rank,)].append(each)
+        by_holders[each.spread.ranks if seat.writes_once else (seat.rank,)].append(each)
     for holders, members in by_holders.items():
         members.sort(key=lambda each: each.base.name)
         boxes = [(each, number, box) for each in members for number, box in enumerate(each.spread.boxes)]

@@ -35,8 +35,8 @@ from stillframe.format.tree import (
     render,
 )
 from stillframe.format.values import Unencodable
-from stillframe.state.boxes import Part, dtensor_class, local_of
-from stillframe.state.codecs import leaf_of
+from stillframe.state.boxes import TensorBox, dtensor_class, local_of
+from stillframe.state.codecs import codec_of
 from stillframe.state.dtypes import PLAIN_TENSORS, array_as_tensor, check_tensor, is_array
 from stillframe.state.memory import byte_extent
 from stillframe.state.train_state import TrainState
@@ -59,7 +59,7 @@ class Walk:
         self.values: list[Any] = []
         self.dtensors: dict[int, Any] = {}
         """Those of the tensors that are this rank's part of a DTensor."""
-        self.parts: dict[int, Part] = {}
+        self.parts: dict[int, TensorBox] = {}
         """Those of the tensors that were given as a box of one."""
         self.owners: list[torch.nn.Module | torch.optim.Optimizer] = []
         """The modules and optimizers met: they know which tensors other ranks hold, too."""
@@ -112,7 +112,7 @@ class Walk:
         self.tensors.append(local)
         self.is_volatile.append(is_volatile)
 
-    def _part(self, part: Part) -> None:
+    def _part(self, part: TensorBox) -> None:
         self.parts[len(self.tensors)] = part
         self.tokens.append((_SHARDED, part.shape, part.offset))
         self.tensors.append(part.tensor)
@@ -184,10 +184,10 @@ class Walk:
             raise Unencodable(f"nested deeper than {limits.MAX_DEPTH} levels; does it contain itself?")
 
     def _other(self, node: Any, kind: type) -> None:
-        leaf = leaf_of(kind)
-        if leaf is not None:
-            self.tokens.append((_LEAF, leaf.name))
-            self._within(leaf.encode(node), is_volatile=True)
+        codec = codec_of(kind)
+        if codec is not None:
+            self.tokens.append((_LEAF, codec.name))
+            self._within(codec.encode(node), is_volatile=True)
         elif isinstance(node, torch.Tensor):
             check_tensor(node)
             raise Unencodable(f"a tensor of class {kind.__qualname__}")
@@ -198,7 +198,7 @@ class Walk:
             self.is_volatile.append(True)
         elif kind is TrainState:
             self._train_state(node)
-        elif kind is Part:
+        elif kind is TensorBox:
             self._part(node)
         elif is_stateful(node):
             self._object(node, kind)

@@ -111,7 +111,7 @@ class EmulatedDevice:
     def ticket(self) -> _EmulatedTicket:
         return _EmulatedTicket(self._copies.record())
 
-    def hold(self, ticket: Ticket) -> None:
+    def order_after(self, ticket: Ticket) -> None:
         assert isinstance(ticket, _EmulatedTicket)
         self._compute.wait_event(ticket.event)
 

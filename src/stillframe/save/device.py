@@ -10,7 +10,7 @@ event on the compute stream at ``save()`` (:meth:`Device.mark`), for which the s
 fence (:meth:`Device.order_after`).  In host memory a copy is done when the call returns.
 
 Written on ``torch.accelerator``, ``torch.Stream`` and ``torch.Event``, so CUDA, ROCm, XPU and the
-rest take one path.  :mod:`.emulated` stands behind the same interface, and proves the order.
+rest take one path.  :mod:`stillframe.testing.emulated` implements the same interface, and proves the order.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from __future__ import annotations
 import ctypes
 import logging
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 
@@ -143,36 +143,29 @@ class AcceleratorDevice:
                 logger.warning("the arena could not be pinned (runtime error %s); staging will be slower", code)
 
 
-class DeviceTable:
-    """Which :class:`Device` serves a tensor."""
+class OwningDevice(Device, Protocol):
+    """A device that says itself which memory is its own, whatever ``tensor.device`` says."""
 
-    def __init__(self) -> None:
-        self._host = HostDevice()
-        self._accelerators: dict[torch.device, AcceleratorDevice] = {}
-
-    def of(self, tensor: torch.Tensor) -> Device:
-        for emulated in _emulated:
-            if emulated.owns(tensor):
-                return emulated
-        device = tensor.device
-        if device.type == "cpu":
-            return self._host
-        if device not in self._accelerators:
-            self._accelerators[device] = AcceleratorDevice(device)
-        return self._accelerators[device]
-
-
-class Emulated(Device, Protocol):
     def owns(self, tensor: torch.Tensor) -> bool: ...
 
 
-_emulated: list[Emulated] = []
+class DeviceTable:
+    """Which :class:`Device` serves a tensor."""
 
+    owning: ClassVar[list[OwningDevice]] = []
+    """Asked first.  Empty but for the emulated devices of tests and benchmarks, which add and remove themselves."""
 
-def emulate(device: Emulated) -> None:
-    """Let an emulated device claim its tensors; for tests and benchmarks on machines without an accelerator."""
-    _emulated.append(device)
+    def __init__(self) -> None:
+        self._host = HostDevice()
+        self._devices: dict[torch.device, Device] = {}
 
-
-def end_emulation(device: Emulated) -> None:
-    _emulated.remove(device)
+    def of(self, tensor: torch.Tensor) -> Device:
+        if self.owning:
+            for owning in self.owning:
+                if owning.owns(tensor):
+                    return owning
+        device = tensor.device
+        found = self._devices.get(device)
+        if found is None:
+            found = self._devices[device] = self._host if device.type == "cpu" else AcceleratorDevice(device)
+        return found

@@ -42,7 +42,7 @@ from stillframe.save.keeper_process import KeeperConfig
 from stillframe.save.plan import Plan, make_plan
 from stillframe.save.saves import Ledger, Save
 from stillframe.save.stager import Job, Stager
-from stillframe.state.division import Seat
+from stillframe.state.spread import Seat
 from stillframe.state.walk import Walk
 
 logger = logging.getLogger("stillframe")

@@ -52,7 +52,7 @@ def staged(plan: Plan, state: Any) -> bytes:
         for copy in chunk.copies:
             sources = copy.sources
             if copy.captured is not None:
-                sources = (captured[copy.device][copy.captured : copy.captured + copy.nbytes],)
+                sources = [captured[copy.device][copy.captured : copy.captured + copy.nbytes]]
             copy.device.copy(sources, memory[copy.offset : copy.offset + copy.nbytes])
         data += memory.numpy().tobytes()
     return bytes(data)

@@ -23,9 +23,11 @@ from stillframe.checkpoint.stored import Piece, Stored
 from stillframe.errors import FormatError, MismatchError
 from stillframe.format.segment import Shard
 from stillframe.format.tree import ShardedNode, TensorNode, View
-from stillframe.state.boxes import Box, boxes_of, is_dtensor, local_of
+from stillframe.state.boxes import Box
 from stillframe.state.dtypes import DTYPES
 from stillframe.state.memory import byte_extent, is_plain, pieces
+from stillframe.state.spread import boxes_of
+from stillframe.state.torch_internals import is_dtensor, local_of
 
 StoredTensor = TensorNode | ShardedNode
 

@@ -314,7 +314,7 @@ class Stager:
         for copy in chunk.copies:
             sources = copy.sources
             if copy.captured is not None:
-                sources = (job.captured[copy.device][copy.captured : copy.captured + copy.nbytes],)
+                sources = [job.captured[copy.device][copy.captured : copy.captured + copy.nbytes]]
             copy.device.copy(sources, memory[copy.offset : copy.offset + copy.nbytes])
             used[copy.device] = None
         tickets = [ticket for device in used if (ticket := device.ticket()) is not None]

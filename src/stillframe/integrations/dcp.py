@@ -19,7 +19,6 @@ import threading
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import _nested_dict
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -45,6 +44,7 @@ from stillframe import ELSEWHERE, PartReader, TensorBox, register_leaf
 from stillframe.errors import ConfigError, StateError, UnsupportedStateError
 from stillframe.integrations.lazy import Stager, take_staging
 from stillframe.integrations.runs import close_run, open_run, seat
+from stillframe.state.torch_internals import flatten_state_dict
 
 __all__ = ["Reader", "Stager", "Writer"]
 
@@ -170,7 +170,7 @@ class Reader(_Place, StorageReader):
             self._reader.close()
         self._reader = PartReader(self.path, self.step, rank=seat()[0])
         outline = self._reader.outline
-        self._flat, paths = _nested_dict.flatten_state_dict(outline if isinstance(outline, dict) else {"": outline})
+        self._flat, paths = flatten_state_dict(outline if isinstance(outline, dict) else {"": outline})
         return Metadata({name: self._described(value) for name, value in self._flat.items()}, planner_data=paths)
 
     def _described(self, value: Any) -> TensorStorageMetadata | BytesStorageMetadata:

@@ -20,7 +20,7 @@ class Growth(Question):
     title = "Growth: what save() and the commit cost as things get larger"
     asks = (
         "stillframe alone. save() of more tensors (64 MiB; with AdamW, each weight brings three more) and "
-        "of more bytes (96 tensors), not counting the first, which plans. The commit: from the last rank's seal to the "
+        "of more bytes (96 tensors), not counting the first, which plans and is shown by itself. The commit: from the last rank's seal to the "
         "manifest, with so many real keepers in one directory on this machine; and rank 0's own work to take and check so "
         "many real seals, the last of which comes late. The lines are least squares through the medians, a + b·n."
     )
@@ -99,6 +99,7 @@ def series(outcomes: Sequence[Outcome]) -> list[tuple[str, str, Points]]:
     found = [
         ("save(): flat dict", "tensors", points(flat, count_of, "save_s")),
         ("save(): module, AdamW", "tensors", points(modules, count_of, "save_s")),
+        ("first save(): module, AdamW", "tensors", points(modules, count_of, "first_s")),
         ("save(): bytes", "GiB", points(sized, lambda outcome: outcome.case.gib, "save_s")),
         ("commit: keepers", "ranks", points(good(outcomes, task="commit-cost"), count_of, "commit_s")),
         ("commit: a late seal", "ranks", points(good(outcomes, task="collect-cost"), count_of, "late_s")),

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from stillframe.restore.load import load
     from stillframe.retention import KeepEvery, KeepLast
     from stillframe.save.saves import Save
-    from stillframe.state.boxes import Part
+    from stillframe.state.boxes import TensorBox
     from stillframe.state.codecs import register_leaf
     from stillframe.state.rng import RNG
     from stillframe.state.train_state import TrainState
@@ -79,7 +79,6 @@ __all__ = [
     "Label",
     "MismatchError",
     "NotFoundError",
-    "Part",
     "Progress",
     "RestoreReport",
     "Save",
@@ -87,6 +86,7 @@ __all__ = [
     "Stats",
     "StillframeError",
     "StorageError",
+    "TensorBox",
     "Times",
     "TornError",
     "TrainState",
@@ -106,7 +106,7 @@ _HOMES = {
     "KeepEvery": "retention",
     "KeepLast": "retention",
     "Label": "model",
-    "Part": "state.boxes",
+    "TensorBox": "state.boxes",
     "BoxReader": "restore.boxes",
     "Progress": "model",
     "RNG": "state.rng",

@@ -16,14 +16,14 @@ import stillframe
 from stillframe import Catalog, Checkpointer
 from stillframe.format import records
 from stillframe.format.records import Manifest, RankEntry, SealBrief, SealDraft, Segment, Team
-from stillframe.format.segment import Shard, Whole, encode_header
+from stillframe.format.segment import BoxOf, Shard, encode_header
 from stillframe.format.tree import (
     ArrayNode,
     DictNode,
+    Holding,
     LeafNode,
     ListNode,
     ObjectNode,
-    Part,
     ShardedNode,
     TensorNode,
     TupleNode,
@@ -110,14 +110,14 @@ def test_the_seal_written_now_has_the_same_body_but_for_the_attempt(written_now:
 
 # --- exact bytes ---------------------------------------------------------------------------
 
-SHARDS = [Shard("m/w", "F32", (2, 3), 0, 24, "cuda", Whole("m/w", (4, 3), (2, 0))), Shard("é", "BOOL", (), 24, 25)]
+SHARDS = [Shard("m/w", "F32", (2, 3), 0, 24, "cuda", BoxOf("m/w", (4, 3), (2, 0))), Shard("é", "BOOL", (), 24, 25)]
 TREE = DictNode(
     ["a", 7, {"$": "tuple", "items": [1, 2]}, "s"],
     [
         ObjectNode("torch.nn.Linear", DictNode(["w"], [TensorNode(0)], is_ordered=True)),
         ListNode([TensorNode(1), TensorNode(0, View("F32", (3,), (2,), 1)), ArrayNode(1, "|b1")]),
         LeafNode("point", TupleNode([ValueNode(0)])),
-        ShardedNode("m/w", "F32", (4, 3), [Part(0, (2, 0), (2, 3))]),
+        ShardedNode("m/w", "F32", (4, 3), [Holding(0, (2, 0), (2, 3))]),
     ],
 )
 ZEROS = "0" * 32

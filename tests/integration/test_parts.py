@@ -18,7 +18,7 @@ from stillframe import (
     FormatError,
     KeepLast,
     Label,
-    Part,
+    TensorBox,
     load,
     storable,
 )
@@ -32,7 +32,7 @@ def save(root: Path, step: int = 1, **state: object) -> None:
 
 
 def test_a_part_is_stored_where_it_lies_in_the_whole(tmp_path: Path) -> None:
-    save(tmp_path, w=Part(WHOLE[2:5, 3:9], WHOLE.shape, (2, 3)), n=7)
+    save(tmp_path, w=TensorBox(WHOLE[2:5, 3:9], WHOLE.shape, (2, 3)), n=7)
     with BoxReader(tmp_path) as reader:
         w = reader.outline["w"]
         assert (w.shape, w.device.type, reader.outline["n"]) == (WHOLE.shape, "meta", 7)
@@ -44,7 +44,7 @@ def test_a_part_is_stored_where_it_lies_in_the_whole(tmp_path: Path) -> None:
 
 
 def test_what_nobody_wrote_of_a_tensor_is_missed(tmp_path: Path) -> None:
-    save(tmp_path, w=Part(WHOLE[2:5], WHOLE.shape, (2, 0)))
+    save(tmp_path, w=TensorBox(WHOLE[2:5], WHOLE.shape, (2, 0)))
     with pytest.raises(FormatError, match="in no segment"):
         load(tmp_path)
 
@@ -52,18 +52,18 @@ def test_what_nobody_wrote_of_a_tensor_is_missed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("shape", "offset"), [((6, 10), (4, 0)), ((6, 10), (-1, 0)), ((6,), (0,)), ((2, 10), (0, 0))])
 def test_a_part_outside_of_its_whole_is_refused(shape: tuple[int, ...], offset: tuple[int, ...]) -> None:
     with pytest.raises(ConfigError, match="does not lie within"):
-        Part(WHOLE[:3], shape, offset)
+        TensorBox(WHOLE[:3], shape, offset)
 
 
 def test_an_empty_part_holds_nothing(tmp_path: Path) -> None:
-    save(tmp_path, w=Part(WHOLE[:0], WHOLE.shape, (6, 0)), x=torch.ones(3))
+    save(tmp_path, w=TensorBox(WHOLE[:0], WHOLE.shape, (6, 0)), x=torch.ones(3))
     assert torch.equal(load(tmp_path, only="x")["x"], torch.ones(3))
 
 
 def test_parts_move_from_save_to_save(tmp_path: Path) -> None:
     with Checkpointer(tmp_path) as checkpointer:
-        checkpointer.save(1, {"w": Part(WHOLE[:3], WHOLE.shape, (0, 0))})
-        checkpointer.save(2, {"w": Part(WHOLE[:3], WHOLE.shape, (3, 0))})
+        checkpointer.save(1, {"w": TensorBox(WHOLE[:3], WHOLE.shape, (0, 0))})
+        checkpointer.save(2, {"w": TensorBox(WHOLE[:3], WHOLE.shape, (3, 0))})
     for step, at in ((1, 0), (2, 3)):
         with BoxReader(tmp_path, step) as reader:
             assert reader.boxes(reader.outline["w"]) == [((at, 0), (3, 10))]
@@ -176,7 +176,7 @@ def test_storable() -> None:
     assert not storable({"a": object()})
     assert not storable(lambda: 1)
     assert not storable({"a": torch.nn.Linear(1, 1)})  # it would come back as a dict
-    assert not storable(Part(WHOLE[:1], WHOLE.shape, (0, 0)))
+    assert not storable(TensorBox(WHOLE[:1], WHOLE.shape, (0, 0)))
 
 
 def test_only_takes_empty_dicts_and_lists_too(tmp_path: Path) -> None:

@@ -72,8 +72,78 @@ def test_only_the_parts_that_need_torch_import_it() -> None:
             assert part in TORCH, f"{module} imports torch"
 
 
+PRIVATE_ATTRIBUTES = {
+    "_base", "_buffers", "_cdata", "_comm_hooks", "_is_param", "_local_tensor", "_modules", "_parameters", "_spec",
+    "_split_tensor", "_version",
+}  # fmt: skip
+"""Of torch's objects; our own objects use none of these names but as ``self._parameters``."""
+
+
+def private_names(tree: ast.AST) -> list[str]:
+    """Torch's private names that a module uses: imported, reached from an imported name, or known attributes."""
+
+    def is_private(dotted: str) -> bool:
+        return any(part.startswith("_") and not part.startswith("__") for part in dotted.split("."))
+
+    found, torch_names = [], {"torch"}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            imported = [(alias.name, alias.asname) for alias in node.names if alias.name.split(".")[0] == "torch"]
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
+            imported = [(f"{node.module}.{alias.name}", alias.asname or alias.name) for alias in node.names]
+        else:
+            continue
+        found += [name for name, _ in imported if is_private(name)]
+        torch_names |= {alias for _, alias in imported if alias}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            root: ast.expr = node
+            while isinstance(root, ast.Attribute):
+                root = root.value
+            is_of_torch = isinstance(root, ast.Name) and root.id in torch_names and is_private(ast.unparse(node))
+            if is_of_torch or (node.attr in PRIVATE_ATTRIBUTES and ast.unparse(node.value) != "self"):
+                found.append(ast.unparse(node))
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr", "setattr"):
+            name = node.args[1]
+            if isinstance(name, ast.Constant) and name.value in PRIVATE_ATTRIBUTES:
+                found.append(ast.unparse(node))
+    return found
+
+
+def test_torchs_private_names_stand_in_one_module() -> None:
+    for path in SOURCE.rglob("*.py"):
+        if path.name != "torch_internals.py":
+            assert not private_names(ast.parse(path.read_text())), path
+
+
+def test_private_names_are_found_however_they_are_used() -> None:
+    for code in (
+        "from torch._subclasses import fake_tensor",
+        "from torch.distributed.checkpoint import _nested_dict",
+        "from torch.distributed.checkpoint.state_dict_loader import _load_state_dict as load",
+        "import torch.distributed.tensor._utils",
+        "import torch.distributed as dist\ndist.distributed_c10d._get_default_store()",
+        "torch._neg_view(x)",
+        "x._local_tensor",
+        "getattr(x, '_local_tensor', x)",
+    ):
+        assert private_names(ast.parse(code)), code
+    for code in (
+        "self._parameters",
+        "save._phase",
+        "torch.nn.Module.__init__",
+        "torch.cat(self._rows)",
+        "self._torch._x",
+        "os._exit(1)",
+    ):
+        assert not private_names(ast.parse(code)), code
+
+
 def test_integrations_use_public_names_only() -> None:
-    public = {f"stillframe.{name}" for name in ("errors", "store", "store.files", *stillframe.__all__)}
+    public = {
+        f"stillframe.{name}"
+        for name in ("errors", "store", "store.files", "state.torch_internals", *stillframe.__all__)
+    }
     for module, part, imported in imports():
         if part == "integrations" and imported.startswith("stillframe.") and part_of(imported) != part:
             assert imported in public, f"{module} imports {imported}"
@@ -184,7 +254,6 @@ def test_the_public_names_are_what_we_think() -> None:
         "Label",
         "MismatchError",
         "NotFoundError",
-        "Part",
         "Progress",
         "RestoreReport",
         "Save",
@@ -192,6 +261,7 @@ def test_the_public_names_are_what_we_think() -> None:
         "Stats",
         "StillframeError",
         "StorageError",
+        "TensorBox",
         "Times",
         "TornError",
         "TrainState",

@@ -49,11 +49,11 @@ def staged(plan: Plan, state: Any) -> bytes:
     data = bytearray()
     for chunk in plan.chunks:
         memory = torch.full((chunk.nbytes,), 0xEE, dtype=torch.uint8)
-        for run in chunk.runs:
-            sources = run.sources
-            if run.captured is not None:
-                sources = (captured[run.device][run.captured : run.captured + run.nbytes],)
-            run.device.copy(sources, memory[run.offset : run.offset + run.nbytes])
+        for copy in chunk.copies:
+            sources = copy.sources
+            if copy.captured is not None:
+                sources = [captured[copy.device][copy.captured : copy.captured + copy.nbytes]]
+            copy.device.copy(sources, memory[copy.offset : copy.offset + copy.nbytes])
         data += memory.numpy().tobytes()
     return bytes(data)
 
@@ -147,15 +147,17 @@ def test_a_tensor_that_cannot_be_stored_is_named() -> None:
         plan_of({"a": [1, torch.zeros(3, dtype=torch.complex128)]})
 
 
-# --- chunks and runs -----------------------------------------------------------------------
+# --- chunks and copies -----------------------------------------------------------------------
 
 
 def covers(chunk: Chunk) -> bool:
     at = 0
-    for run in chunk.runs:
-        if run.offset != at or (run.captured is None and sum(source.nbytes for source in run.sources) != run.nbytes):
+    for copy in chunk.copies:
+        if copy.offset != at or (
+            copy.captured is None and sum(source.nbytes for source in copy.sources) != copy.nbytes
+        ):
             return False
-        at += run.nbytes
+        at += copy.nbytes
     return at == chunk.nbytes
 
 
@@ -171,7 +173,7 @@ def large_state() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("make", [mixed_state, large_state])
-def test_the_runs_of_the_chunks_cover_the_data_exactly_once(make: Any) -> None:
+def test_the_copies_of_the_chunks_cover_the_data_exactly_once(make: Any) -> None:
     plan = plan_of(make())
     assert all(map(covers, plan.chunks))
     assert [chunk.nbytes for chunk in plan.chunks[:-1]] == [CHUNK_BYTES] * (len(plan.chunks) - 1)
@@ -189,28 +191,30 @@ def test_what_is_staged_is_the_content_of_every_tensor() -> None:
     assert found["fresh/tensors/1"] == tensor_bytes(torch.ones(CHUNK_BYTES // 8 + 3))
 
 
-def test_small_neighbours_are_copied_in_one_run() -> None:
+def test_small_neighbours_are_copied_in_one_call() -> None:
     plan = plan_of([torch.zeros(1000) for _ in range(50)])
     (chunk,) = plan.chunks
-    (run,) = chunk.runs
-    assert len(run.sources) == 50
+    (copy,) = chunk.copies
+    assert len(copy.sources) == 50
 
 
 def test_large_pieces_are_copied_by_themselves() -> None:
     small, large = torch.zeros(1000, dtype=torch.uint8), torch.zeros(MIB, dtype=torch.uint8)
     (chunk,) = plan_of([small, small.clone(), large, large.clone(), small.clone(), small.clone()]).chunks
-    assert [len(run.sources) for run in chunk.runs] == [2, 1, 1, 2]
+    assert [len(copy.sources) for copy in chunk.copies] == [2, 1, 1, 2]
 
 
-def test_adjacent_captured_tensors_are_one_run() -> None:
+def test_adjacent_captured_tensors_are_one_copy() -> None:
     (chunk,) = plan_of([torch.tensor(float(number)) for number in range(100)]).chunks
-    (run,) = chunk.runs
-    assert (run.captured, run.nbytes) == (0, 400)
+    (copy,) = chunk.copies
+    assert (copy.captured, copy.nbytes) == (0, 400)
 
 
 def test_no_view_of_a_strided_source_is_larger_than_its_part_of_the_chunk() -> None:
     plan = plan_of(large_state())
-    assert all(source.nbytes <= CHUNK_BYTES for chunk in plan.chunks for run in chunk.runs for source in run.sources)
+    assert all(
+        source.nbytes <= CHUNK_BYTES for chunk in plan.chunks for copy in chunk.copies for source in copy.sources
+    )
 
 
 # --- shared memory -------------------------------------------------------------------------

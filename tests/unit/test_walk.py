@@ -17,7 +17,8 @@ from stillframe.format.tree import LeafNode, Node, ObjectNode, TensorNode, Tuple
 from stillframe.save.device import DeviceTable
 from stillframe.save.plan import make_plan
 from stillframe.state.codecs import register_leaf
-from stillframe.state.walk import TreeBuilder, Walk
+from stillframe.state.outline import Outline
+from stillframe.state.walk import Walk
 
 
 class Level(enum.IntEnum):
@@ -79,6 +80,9 @@ LOOK_ALIKES: list[Any] = [
     {"1": T, "2": T}, {"2": T, "1": T}, OrderedDict({"1": T}), {"1": 1}, {"1": {}}, {},
     {1: T, "1": T}, {"1": T, 1: T}, {1: T, 2: T}, {1: T, True + 1.0: T},
     [T], (T,), [T, T], [[T]], [(T,)], T, 1, (), (1,), ((),), [{}], [1, T], [T, 1],
+    {0: {"a": T, "b": T}, 1: {"a": T, "b": T}}, {0: {"a": T, "b": T}, 1: {"b": T, "a": T}},
+    {0: {"a": T, "b": T}, 1: {"a": T}, 2: {"b": T}}, {0: {"a": T, "b": T}, 1: OrderedDict(a=T, b=T)},
+    {0: {"a": T, "b": T}, 1: {"a": T, "b": 1}}, {0: {1: T}, 1: {1: T}}, {0: {1: T}, 1: {True: T}}, {0: {}, 1: {}},
     np.zeros(3), np.zeros(3, np.float32), Loader(a=T), OtherLoader(a=T), Loader(b=T), Point(1.0, T),
 ]  # fmt: skip
 
@@ -122,7 +126,7 @@ def test_values_are_copied_when_they_are_met() -> None:
 
 def built(state: Any) -> Node:
     walk = Walk(state)
-    return TreeBuilder(walk.tokens).build([TensorNode(index) for index in range(len(walk.tensors))])
+    return Outline(walk.tokens).tree([TensorNode(index) for index in range(len(walk.tensors))])
 
 
 def test_the_tree_names_objects_by_their_class_and_leaves_by_their_name() -> None:
@@ -134,7 +138,7 @@ def test_the_tree_names_objects_by_their_class_and_leaves_by_their_name() -> Non
 
 def test_the_path_of_a_tensor_leads_to_it() -> None:
     walk = Walk({"m": [1, {"w": T}], 7: (T,), "o": Loader(a={"b": T})})
-    assert TreeBuilder(walk.tokens).paths() == [("m", 1, "w"), (7, 0), ("o", "a", "b")]
+    assert Outline(walk.tokens).names == ["m/1/w", "7/0", "o/a/b"]
 
 
 def test_a_path_is_shown_as_a_json_pointer() -> None:
@@ -151,6 +155,24 @@ def volatile(state: Any) -> list[bool]:
 
 def test_tensors_that_stand_by_themselves_are_lazy() -> None:
     assert volatile({"a": T, "b": [torch.ones(2), torch.nn.Parameter(torch.ones(2))]}) == [False, False, False]
+
+
+def test_dicts_with_the_same_keys_are_as_volatile_as_what_they_are_in() -> None:
+    moments = {index: {"a": torch.ones(2), "b": torch.nn.Parameter(torch.ones(2))} for index in range(3)}
+    assert volatile(moments) == [False] * 6
+    assert volatile([Loader(state=moments), moments]) == [True] * 6 + [False] * 6
+
+
+@pytest.mark.parametrize("leaf", [{"a": T}, {0: {"a": T}, 1: {"a": T}}], ids=["tensors", "dicts of tensors"])
+def test_dicts_of_tensors_are_refused_below_the_deepest_level(leaf: dict[Any, Any]) -> None:
+    def nested(depth: int) -> Any:
+        state: Any = leaf
+        for _ in range(depth - (1 if T is leaf.get("a") else 2)):
+            state = [state]
+        return state
+
+    Walk(nested(limits.MAX_DEPTH))
+    assert "nested deeper" in refused(nested(limits.MAX_DEPTH + 1))
 
 
 def test_parameters_are_lazy_and_buffers_are_not() -> None:

@@ -24,6 +24,7 @@ from stillframe.format.tree import LeafNode
 from stillframe.restore.load import Builder, Later, pull
 from stillframe.restore.place import Placement
 from stillframe.state.boxes import Box
+from stillframe.state.torch_internals import fake_tensors, storage_identity
 from stillframe.store import files
 
 _INDEX = "model.safetensors.index.json"
@@ -112,12 +113,10 @@ def to_torch(stored: Stored, choice: Choice, to: Path, on_bytes: OnBytes) -> Exp
     It is laid out from tensors without data, then mapped, and filled by the reader of a restore.
     Raises: as :func:`to_safetensors`; :class:`UnsupportedStateError` for values that it would not read.
     """
-    from torch._subclasses.fake_tensor import FakeTensorMode  # takes half a second
-
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with fake_tensors():
         outline = _Unread(stored)
         state = _Plain(stored, outline).whole(choice.top)()
-    bases = {base.untyped_storage()._cdata: (leaf, base) for leaf, base in outline.fresh_tensors()}
+    bases = {storage_identity(base): (leaf, base) for leaf, base in outline.fresh_tensors()}
     with files.publishing(to) as partial, refused_by_torch(to):
         with torch.serialization.skip_data(materialize_fake_tensors=True):
             torch.save(state, partial)
@@ -127,7 +126,7 @@ def to_torch(stored: Stored, choice: Choice, to: Path, on_bytes: OnBytes) -> Exp
         filling = Placement(stored)
         done: set[int] = set()
         for reserved, into in _tensor_pairs(state, written):
-            storage = reserved.untyped_storage()._cdata
+            storage = storage_identity(reserved)
             if reserved.numel() and storage not in done:
                 done.add(storage)
                 leaf, base = bases[storage]

@@ -22,6 +22,7 @@ from stillframe.checkpointer import Checkpointer
 from stillframe.convert.foreign import dcp_errors, refusal
 from stillframe.errors import DeadlineError, FormatError, NotFoundError, UnsupportedStateError
 from stillframe.format import names
+from stillframe.state.torch_internals import load_everything_planner, load_without_ranks, set_element
 from stillframe.store import files
 
 _DCP_INDEX = ".metadata"
@@ -143,13 +144,12 @@ def _read_torch(path: Path) -> Any:
 
 
 def _read_dcp(source: Path) -> Any:
-    from torch.distributed.checkpoint._traverse import set_element
-    from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.planner import ReadItem
-    from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
-    class Planner(_EmptyStateDictLoadPlanner):
+    base = load_everything_planner()
+
+    class Planner(base):  # type: ignore[misc, valid-type]
         """As DCP's own for this purpose, but plain values only: no object is unpickled."""
 
         def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
@@ -163,11 +163,10 @@ def _read_dcp(source: Path) -> Any:
             else:
                 self.original_state_dict[name] = found
 
-    make: Any = Planner  # untyped
     state: dict[str, Any] = {}
     with dcp_errors(f"{source} is no whole DCP checkpoint", FormatError), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*single process")
-        _load_state_dict(state, storage_reader=FileSystemReader(source), planner=make(), no_dist=True)
+        load_without_ranks(state, FileSystemReader(source), Planner())
     _number_parameters(state)
     return state
 

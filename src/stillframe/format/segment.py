@@ -40,7 +40,7 @@ OF_TEAM = "~@"
 """Stands between the name of a tensor that some of the ranks hold and the digest of these; no path reads like this."""
 
 
-class Whole(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class BoxOf(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The tensor that a shard is a box of: its name in every seal, its shape, and where in it the box begins."""
 
     tensor: str
@@ -58,7 +58,7 @@ class Shard(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     end: int
     device: str = "cpu"
     """Type of the device it was copied from, so that a restore can allocate it there again."""
-    whole: Whole | None = None
+    whole: BoxOf | None = None
     """``None``: it is all there is of this rank's tensor."""
 
     @property

@@ -81,7 +81,7 @@ class TensorNode(_Node, frozen=True, tag="tensor"):
     view: View | None = None
 
 
-class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Holding(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A box of a tensor, and the rank whose segment holds it."""
 
     rank: int
@@ -98,7 +98,7 @@ class ShardedNode(_Node, frozen=True, tag="sharded"):
     tensor: str
     dtype: str
     shape: tuple[int, ...]
-    parts: list[Part]
+    parts: list[Holding]
 
 
 class ArrayNode(_Node, frozen=True, tag="array"):

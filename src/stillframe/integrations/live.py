@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 
+from stillframe.state.torch_internals import local_of, own_parameters
+
 _Path = tuple[Any, ...]
 _OWNERS = (torch.nn.Module, torch.optim.Optimizer)
 
@@ -72,7 +74,7 @@ class LiveState:
         for reference in self._owners:
             owner = reference()
             if isinstance(owner, torch.nn.Module):
-                yield from (each for each in owner._parameters.values() if each is not None and each.requires_grad)
+                yield from (each for each in own_parameters(owner) if each.requires_grad)
             elif owner is not None:
                 for group in owner.param_groups:
                     yield from group["params"]
@@ -88,7 +90,7 @@ class _Owned:
         found: dict[torch.device, set[tuple[int, int]]] = defaultdict(set)
         for tensor in tensors:
             device, start, end = _memory(tensor)
-            if end - start == getattr(tensor, "_local_tensor", tensor).nbytes:  # else others' items may lie in between
+            if end - start == local_of(tensor).nbytes:  # else others' items may lie in between
                 found[device].add((start, end))
         self._extents = {device: sorted(extents) for device, extents in found.items()}
         self._reach: dict[torch.device, list[int]] = {}
@@ -120,7 +122,7 @@ def _living(kinds: tuple[type, ...]) -> list[Any]:
 
 def _memory(tensor: torch.Tensor) -> tuple[torch.device, int, int]:
     """Device, first address and end; of a DTensor those of this rank's box."""
-    local = getattr(tensor, "_local_tensor", tensor)
+    local = local_of(tensor)
     if local.layout is not torch.strided or not local.numel():
         return local.device, 0, 0
     start = local.data_ptr()

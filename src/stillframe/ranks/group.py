@@ -34,6 +34,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from stillframe import errors
 from stillframe.errors import ConfigError, DeadlineError, StillframeError
+from stillframe.state.torch_internals import default_store
 from stillframe.units import format_ranks
 
 logger = logging.getLogger("stillframe")
@@ -307,7 +308,7 @@ def _from_environment() -> tuple[int, int]:
 
 def _store(rank: int, world_size: int, is_initialized: bool, deadline_s: float) -> Any:
     if is_initialized:
-        return dist.distributed_c10d._get_default_store()
+        return default_store()
     if not dist.is_available() or "MASTER_ADDR" not in os.environ or "MASTER_PORT" not in os.environ:
         raise ConfigError(
             f"rank {rank} of {world_size} cannot find the others: call torch.distributed.init_process_group first, "

@@ -14,7 +14,7 @@ from stillframe.checkpoint.stored import Located, Stored
 from stillframe.errors import FormatError, NotFoundError, UnsupportedStateError
 from stillframe.format import tree, values
 from stillframe.restore.place import Placement
-from stillframe.state.codecs import leaf_named
+from stillframe.state.codecs import codec_named
 from stillframe.units import MIB
 
 Later = Callable[[], Any]
@@ -75,12 +75,12 @@ class Builder:
         return self._placement.fresh(leaf).numpy
 
     def decoded(self, node: tree.LeafNode, item: Later) -> Later:
-        leaf = leaf_named(node.name)
-        if leaf is None:
+        codec = codec_named(node.name)
+        if codec is None:
             raise UnsupportedStateError(
                 f"the checkpoint holds a leaf named {node.name!r}; call register_leaf for it before loading"
             )
-        return lambda: leaf.decode(item())
+        return lambda: codec.decode(item())
 
     def _dict(self, located: Located, node: tree.DictNode, path: tree.Path) -> Later | None:
         found = [(key, self.build(item, (*path, key))) for key, item in self.items(located)]

@@ -24,9 +24,11 @@ from stillframe.checkpoint.stored import Located, Stored, StoredBox
 from stillframe.errors import FormatError, MismatchError
 from stillframe.format import tree
 from stillframe.format.segment import Shard
-from stillframe.state.boxes import Box, boxes_of, is_dtensor, local_of
+from stillframe.state.boxes import Box
 from stillframe.state.dtypes import DTYPES
 from stillframe.state.memory import byte_extent, is_plain, pieces
+from stillframe.state.spread import boxes_of
+from stillframe.state.torch_internals import is_dtensor, local_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,10 +48,10 @@ class Audit:
 
     def _live(self, chunk: int, buffer: mmap.mmap) -> list[str]:
         scratch = torch.frombuffer(buffer, dtype=torch.uint8)
-        for run in self._plan.chunks[chunk].runs:
-            if run.captured is None:
-                run.device.copy(run.sources, scratch[run.offset : run.offset + run.nbytes])
-                ticket = run.device.ticket()
+        for copy in self._plan.chunks[chunk].copies:
+            if copy.captured is None:
+                copy.device.copy(copy.sources, scratch[copy.offset : copy.offset + copy.nbytes])
+                ticket = copy.device.ticket()
                 if ticket is not None:
                     ticket.wait()
         return self._digests(chunk, buffer)
@@ -67,9 +67,9 @@ class Audit:
 
     def _pieces(self, chunk: int) -> list[tuple[int, int]]:
         found: list[tuple[int, int]] = []
-        for run in self._plan.chunks[chunk].runs:
-            at = run.offset
-            for source in run.sources if run.captured is None else ():
+        for copy in self._plan.chunks[chunk].copies:
+            at = copy.offset
+            for source in copy.sources if copy.captured is None else ():
                 found.append((at, at + source.nbytes))
                 at += source.nbytes
         return found

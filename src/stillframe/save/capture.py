@@ -15,7 +15,7 @@ from stillframe.format.records import SealDraft, check_draft
 from stillframe.ranks.group import Group
 from stillframe.save.device import Device, DeviceTable
 from stillframe.save.plan import Plan, make_plan
-from stillframe.state.division import Seat
+from stillframe.state.spread import Seat
 from stillframe.state.walk import Walk
 
 

@@ -1,19 +1,19 @@
-"""The copies that fill a segment: shards cut into chunks, chunks into runs of adjacent bytes of one device."""
+"""The copies that fill a segment: its data is cut into chunks, and each chunk is filled by copies from devices."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import TypeAlias
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 
-from stillframe.format.segment import Whole
+from stillframe.format.segment import BoxOf
+from stillframe.format.tree import View
 from stillframe.model import CHUNK_BYTES
 from stillframe.save.device import Device
 from stillframe.state.boxes import Box
-from stillframe.state.memory import as_bytes, is_byte_row, is_plain, pieces
+from stillframe.state.memory import as_bytes, as_row, is_byte_row, is_plain, pieces
 from stillframe.units import MIB
 
 _COALESCE_BYTES = MIB
@@ -21,135 +21,157 @@ _COALESCE_BYTES = MIB
 117 ms as a loop, 92 ms as one ``torch.cat`` per chunk, and the training thread keeps its speed)."""
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
-    """One copy: adjacent sources of one device, end to end, to a place in the chunk."""
-
-    device: Device
-    offset: int
-    nbytes: int
-    sources: tuple[torch.Tensor, ...]
-    captured: int | None = None
-    """Instead of sources: the offset in what the device's ``gather`` returned."""
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    nbytes: int
-    runs: tuple[Run, ...]
-
-
-CaptureSource: TypeAlias = "torch.Tensor | int | tuple[int, Box]"
-"""A stable byte view, or which tensor of the walk at hand, or which part of it."""
-
-
 @dataclass(slots=True)
 class Target:
-    """A shard in the making."""
+    """A shard in the making: where its bytes come from, and where they go."""
 
     source: torch.Tensor
     device: Device
     name: str
+    item_bytes: int
+    nbytes: int
+    members: tuple[tuple[int, View | None], ...]
+    """The tensors of the walk that lie in it, each whole or as a view; none if the tree names it by its box."""
     is_captured: bool
-    index: int | None
-    """Which tensor of the walk it is captured from; ``None`` if a view of the source, made once, will do."""
+    is_volatile: bool
+    loose: int | None
+    """The tensor of the walk that it is captured from, if that may be another object at the next save."""
     box: Box | None = None
-    """Which part of that tensor; ``None``: all of it."""
-    whole: Whole | None = None
-    shard: int = -1
+    """Which box of that tensor it is; ``None``: all of it."""
+    whole: BoxOf | None = None
+    number: int = -1
     start: int = 0
 
-    @property
-    def nbytes(self) -> int:
-        return self.source.nbytes
 
-    @property
-    def capture_source(self) -> CaptureSource:
-        if self.index is not None:
-            return self.index if self.box is None else (self.index, self.box)
-        return as_bytes(self.source)
-
-
-@dataclass(frozen=True, slots=True)
-class Capture:
-    """What ``save`` copies at once from one device: stable byte views, or tensors of this very walk."""
+@dataclass(slots=True)
+class Copy:
+    """Adjacent sources of one device, copied end to end to one place in the chunk."""
 
     device: Device
+    offset: int
     nbytes: int
-    sources: tuple[CaptureSource, ...]
+    sources: list[torch.Tensor]
+    captured: int | None = None
+    """Instead of sources: the offset in what the device's ``gather`` returned."""
 
 
-def captures_of(order: list[Target]) -> tuple[list[Capture], dict[int, int]]:
+@dataclass(slots=True)
+class Chunk:
+    """The copies that fill it, end to end."""
+
+    nbytes: int = 0
+    copies: list[Copy] = field(default_factory=list)
+    _takes_small: bool = False
+    """Whether the last copy is of small rows, and may take more of them."""
+
+    def add(self, device: Device, source: torch.Tensor, nbytes: int, *, is_row: bool) -> None:
+        """Copy ``source`` next; ``is_row``: it is a row of bytes.  Small rows go into one copy."""
+        is_small = is_row and nbytes < _COALESCE_BYTES
+        if is_small and self._takes_small and self.copies[-1].device is device:
+            last = self.copies[-1]
+            last.sources.append(source)
+            last.nbytes += nbytes
+        else:
+            self.copies.append(Copy(device, self.nbytes, nbytes, [source]))
+        self._takes_small = is_small
+        self.nbytes += nbytes
+
+    def add_captured(self, device: Device, captured: int, nbytes: int) -> None:
+        """Copy next what was gathered at ``captured``; what is adjacent there goes into one copy."""
+        last = self.copies[-1] if self.copies else None
+        is_adjacent = (
+            last is not None
+            and last.captured is not None
+            and last.device is device
+            and last.captured + last.nbytes == captured
+        )
+        if last is not None and is_adjacent:
+            last.nbytes += nbytes
+        else:
+            self.copies.append(Copy(device, self.nbytes, nbytes, [], captured))
+        self._takes_small = False
+        self.nbytes += nbytes
+
+
+@dataclass(slots=True)
+class Capture:
+    """What ``save`` copies at once from one device."""
+
+    device: Device
+    nbytes: int = 0
+    _rows: list[torch.Tensor] = field(default_factory=list)
+    """The bytes of every source; empty where they are made anew at each save."""
+    # Rows that are made once of loose tensors; they serve as long as the same objects have the same memory.
+    _positions: list[int] = field(default_factory=list)
+    _indexes: list[int] = field(default_factory=list)
+    _tensors: list[torch.Tensor] = field(default_factory=list)
+    _addresses: list[int] = field(default_factory=list)
+    _anew: list[tuple[int, int, Box | None]] = field(default_factory=list)
+    """Their position, the index of the tensor in the walk, and the box of it."""
+
+    def add(self, target: Target, tensors: Sequence[torch.Tensor]) -> None:
+        position = len(self._rows)
+        self.nbytes += target.nbytes
+        if target.loose is None:
+            self._rows.append(as_bytes(target.source))
+        elif not target.is_volatile and target.box is None and is_plain(target.source):
+            self._rows.append(as_bytes(target.source))
+            self._positions.append(position)
+            self._indexes.append(target.loose)
+            self._tensors.append(tensors[target.loose])
+            self._addresses.append(target.source.data_ptr())
+        else:
+            self._rows.append(_NOTHING)
+            self._anew.append((position, target.loose, target.box))
+
+    def rows(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The bytes of every source, given the tensors of a walk that the plan fits."""
+        rows = list(self._rows)
+        live = [tensors[index] for index in self._indexes]
+        is_same = all(map(operator.is_, live, self._tensors))
+        if not is_same or list(map(torch.Tensor.data_ptr, live)) != self._addresses:
+            for position, tensor in zip(self._positions, live, strict=True):
+                rows[position] = as_row(tensor)
+        for position, index, box in self._anew:
+            rows[position] = as_row(tensors[index] if box is None else box.of(tensors[index]))
+        return rows
+
+
+_NOTHING = torch.empty(0, dtype=torch.uint8)
+
+
+def captures_of(order: Sequence[Target], tensors: Sequence[torch.Tensor]) -> tuple[list[Capture], dict[int, int]]:
     """What each device gathers at ``save``, and at which offset in it each captured shard lies."""
-    captures: dict[Device, list[Target]] = {}
+    captures: dict[Device, Capture] = {}
     captured_at: dict[int, int] = {}
     for target in order:
         if target.is_captured and target.nbytes:
-            before = captures.setdefault(target.device, [])
-            last = before[-1] if before else None
-            captured_at[target.shard] = captured_at[last.shard] + last.nbytes if last else 0
-            before.append(target)
-    return [
-        Capture(
-            device,
-            sum(target.nbytes for target in targets),
-            tuple(target.capture_source for target in targets),
-        )
-        for device, targets in captures.items()
-    ], captured_at
+            capture = captures.get(target.device)
+            if capture is None:
+                capture = captures[target.device] = Capture(target.device)
+            captured_at[target.number] = capture.nbytes
+            capture.add(target, tensors)
+    return list(captures.values()), captured_at
 
 
-def chunks_of(order: list[Target], captured_at: dict[int, int], data_bytes: int) -> list[Chunk]:
-    runs: list[list[Run]] = [[] for _ in range(-(-data_bytes // CHUNK_BYTES))]
+def chunks_of(order: Sequence[Target], captured_at: dict[int, int], data_bytes: int) -> list[Chunk]:
+    """The targets lie end to end, in this order."""
+    chunks = [Chunk() for _ in range(0, data_bytes, CHUNK_BYTES)]
     for target in order:
+        source, device = target.source, target.device
+        row = as_bytes(source) if not target.is_captured and target.nbytes and is_plain(source) else None
         at, end = target.start, target.start + target.nbytes
-        flat = as_bytes(target.source) if not target.is_captured and is_plain(target.source) else None
         while at < end:
-            number, offset = divmod(at, CHUNK_BYTES)
-            count = min(end - at, CHUNK_BYTES - offset)
             begin = at - target.start
+            chunk = chunks[at // CHUNK_BYTES]
+            count = min(end - at, CHUNK_BYTES - at % CHUNK_BYTES)
             if target.is_captured:
-                run = Run(target.device, offset, count, (), captured_at[target.shard] + begin)
-                _append(runs[number], run)
-            elif flat is not None:
-                _append(runs[number], Run(target.device, offset, count, (flat[begin : begin + count],)))
+                chunk.add_captured(device, captured_at[target.number] + begin, count)
+            elif row is not None:
+                part = row if count == target.nbytes else row[begin : begin + count]
+                chunk.add(device, part, count, is_row=True)
             else:
-                item_bytes = target.source.element_size()
-                for piece in pieces(target.source.detach(), begin // item_bytes, count // item_bytes):
-                    runs[number].append(Run(target.device, offset, piece.nbytes, (piece,)))
-                    offset += piece.nbytes
+                for piece in pieces(source.detach(), begin // target.item_bytes, count // target.item_bytes):
+                    chunk.add(device, piece, piece.nbytes, is_row=is_byte_row(piece))
             at += count
-    return [
-        Chunk(min(CHUNK_BYTES, data_bytes - number * CHUNK_BYTES), tuple(_coalesced(each)))
-        for number, each in enumerate(runs)
-    ]
-
-
-def _append(runs: list[Run], run: Run) -> None:
-    """Add a run, as one with the last where both are captured and adjacent in the gathered bytes."""
-    last = runs[-1] if runs else None
-    if (
-        last is not None
-        and last.captured is not None
-        and run.captured is not None
-        and last.device is run.device
-        and last.captured + last.nbytes == run.captured
-    ):
-        runs[-1] = Run(run.device, last.offset, last.nbytes + run.nbytes, (), last.captured)
-    else:
-        runs.append(run)
-
-
-def _coalesced(runs: list[Run]) -> Iterator[Run]:
-    """Neighbouring small plain pieces become one run: one call that copies them all, without the GIL."""
-    for (device, is_small), group in itertools.groupby(runs, key=lambda run: (run.device, _is_small(run))):
-        members = list(group)
-        if is_small and len(members) > 1:
-            sources = tuple(source for run in members for source in run.sources)
-            yield Run(device, members[0].offset, sum(run.nbytes for run in members), sources)
-        else:
-            yield from members
-
-
-def _is_small(run: Run) -> bool:
-    return run.captured is None and run.nbytes < _COALESCE_BYTES and is_byte_row(run.sources[0])
+    return chunks

@@ -7,10 +7,10 @@ The order that must hold, whatever the device:
 On an accelerator both arrows are events between streams, so the host waits for neither: an
 event on the compute stream at ``save()`` (:meth:`Device.mark`), for which the side stream waits
 (:meth:`Device.begin`); and an event on the side stream for which the compute stream waits at the
-fence (:meth:`Device.hold`).  In host memory a copy is done when the call returns.
+fence (:meth:`Device.order_after`).  In host memory a copy is done when the call returns.
 
 Written on ``torch.accelerator``, ``torch.Stream`` and ``torch.Event``, so CUDA, ROCm, XPU and the
-rest take one path.  :mod:`.emulated` stands behind the same interface, and proves the order.
+rest take one path.  :mod:`stillframe.testing.emulated` implements the same interface, and proves the order.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from __future__ import annotations
 import ctypes
 import logging
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 
@@ -35,7 +35,7 @@ class Ticket(Protocol):
 
 
 class Device(Protocol):
-    """Thread: ``mark``, ``gather`` and ``hold`` on the training thread; the others on the stager's."""
+    """Thread: ``mark``, ``gather`` and ``order_after`` on the training thread; the others on the stager's."""
 
     def mark(self) -> Any:
         """A point in the compute queue: all that is queued so far comes before it."""
@@ -52,7 +52,7 @@ class Device(Protocol):
     def ticket(self) -> Ticket | None:
         """For the copies issued so far; ``None`` if they are done."""
 
-    def hold(self, ticket: Ticket) -> None:
+    def order_after(self, ticket: Ticket) -> None:
         """Compute queued from now on waits for the ticket; the host does not."""
 
     def adopt(self, address: int, nbytes: int) -> None:
@@ -86,7 +86,7 @@ class HostDevice:
     def ticket(self) -> None:
         return None
 
-    def hold(self, ticket: Ticket) -> None:
+    def order_after(self, ticket: Ticket) -> None:
         pass
 
     def adopt(self, address: int, nbytes: int) -> None:
@@ -131,7 +131,7 @@ class AcceleratorDevice:
         event.record(self._side)
         return _EventTicket(event)
 
-    def hold(self, ticket: Ticket) -> None:
+    def order_after(self, ticket: Ticket) -> None:
         assert isinstance(ticket, _EventTicket)
         torch.accelerator.current_stream(self._device).wait_event(ticket.event)
 
@@ -143,36 +143,29 @@ class AcceleratorDevice:
                 logger.warning("the arena could not be pinned (runtime error %s); staging will be slower", code)
 
 
-class DeviceTable:
-    """Which :class:`Device` serves a tensor."""
+class OwningDevice(Device, Protocol):
+    """A device that says itself which memory is its own, whatever ``tensor.device`` says."""
 
-    def __init__(self) -> None:
-        self._host = HostDevice()
-        self._accelerators: dict[torch.device, AcceleratorDevice] = {}
-
-    def of(self, tensor: torch.Tensor) -> Device:
-        for emulated in _emulated:
-            if emulated.owns(tensor):
-                return emulated
-        device = tensor.device
-        if device.type == "cpu":
-            return self._host
-        if device not in self._accelerators:
-            self._accelerators[device] = AcceleratorDevice(device)
-        return self._accelerators[device]
-
-
-class Emulated(Device, Protocol):
     def owns(self, tensor: torch.Tensor) -> bool: ...
 
 
-_emulated: list[Emulated] = []
+class DeviceTable:
+    """Which :class:`Device` serves a tensor."""
 
+    owning: ClassVar[list[OwningDevice]] = []
+    """Asked first.  Empty but for the emulated devices of tests and benchmarks, which add and remove themselves."""
 
-def emulate(device: Emulated) -> None:
-    """Let an emulated device claim its tensors; for tests and benchmarks on machines without an accelerator."""
-    _emulated.append(device)
+    def __init__(self) -> None:
+        self._host = HostDevice()
+        self._devices: dict[torch.device, Device] = {}
 
-
-def end_emulation(device: Emulated) -> None:
-    _emulated.remove(device)
+    def of(self, tensor: torch.Tensor) -> Device:
+        if self.owning:
+            for owning in self.owning:
+                if owning.owns(tensor):
+                    return owning
+        device = tensor.device
+        found = self._devices.get(device)
+        if found is None:
+            found = self._devices[device] = self._host if device.type == "cpu" else AcceleratorDevice(device)
+        return found

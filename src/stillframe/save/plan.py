@@ -1,34 +1,40 @@
 """The plan of a save: where every tensor goes in the segment, and which copies put it there.
 
-Made from a :class:`Walk` when the structure is new, and reused as long as it stays the same.
+Made from a :class:`Walk` when the structure is new, and reused as long as it stays the same.  It is made in three
+passes: which memory is written once (:func:`extents_of`); which boxes of it this rank writes (:func:`assign`); and
+where these lie in the segment (:func:`_lay_out`).
 
-Layout: shards by falling item size (so each starts at a multiple of its own), within one item
-size the captured ones first (so they form at most four runs).
+Layout: shards by falling item size (so each starts at a multiple of its own), within one item size the captured ones
+first (so they form at most four ranges).
 """
 
 from __future__ import annotations
 
+import gc
 import itertools
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 
 import msgspec
 import torch
 
-from stillframe.errors import UnsupportedStateError
 from stillframe.format.digest import digest_of
 from stillframe.format.records import Team, encode_shards, encode_tree
-from stillframe.format.segment import Shard, Whole, encode_header
-from stillframe.format.tree import Part, Path, ShardedNode, TensorNode, View, render
-from stillframe.format.values import Unencodable
-from stillframe.save.copies import Capture, CaptureSource, Chunk, Target, captures_of, chunks_of
+from stillframe.format.segment import BoxOf, Shard, encode_header
+from stillframe.format.tree import Holding, ShardedNode, TensorNode
+from stillframe.save.copies import Capture, Chunk, Target, captures_of, chunks_of
 from stillframe.save.device import Device, DeviceTable
 from stillframe.save.signature import Signature
-from stillframe.state.boxes import Box, Spread
-from stillframe.state.division import ALONE, Assigned, Seat, SpreadBase, assign, find_spreads, teams_of
-from stillframe.state.dtypes import DTYPE_NAMES, check_tensor
-from stillframe.state.memory import Base, as_bytes, as_row, is_plain, share_memory
-from stillframe.state.walk import TreeBuilder, Walk, refusal
+from stillframe.state.boxes import Box
+from stillframe.state.division import HeldBox, assign
+from stillframe.state.dtypes import DTYPE_NAMES
+from stillframe.state.forms import forms_of
+from stillframe.state.memory import Extent, extents_of, is_plain
+from stillframe.state.outline import Outline
+from stillframe.state.spread import ALONE, Seat, Spread, find_spreads, teams_of
+from stillframe.state.walk import Walk
 
 SMALL_BYTES = 64
 """Tensors up to this size are captured by ``save`` itself: Adam's ``step``, counters, scales."""
@@ -54,10 +60,6 @@ class Plan:
     _tokens: list[tuple[object, ...]] = field(repr=False)
     _is_volatile: list[bool] = field(repr=False)
     _signature: Signature = field(repr=False)
-    _tensors: list[torch.Tensor | None] = field(repr=False)
-    """Those of the walk that it was made from, kept alive; but not the volatile ones."""
-    _rows: dict[int, torch.Tensor] = field(repr=False)
-    """The bytes of small loose tensors, for as long as the same ones stand there."""
 
     def fits(self, walk: Walk) -> bool:
         """Whether the walk found the same structure in the same memory, so that this plan serves it too."""
@@ -67,167 +69,207 @@ class Plan:
 
     def capture(self, walk: Walk) -> dict[Device, torch.Tensor]:
         """Copy what may change before the next update, in the order of each device's compute."""
-        return {
-            capture.device: capture.device.gather([self._row(each, walk) for each in capture.sources], capture.nbytes)
-            for capture in self._captures
-        }
-
-    def _row(self, source: CaptureSource, walk: Walk) -> torch.Tensor:
-        if isinstance(source, torch.Tensor):
-            return source
-        if isinstance(source, tuple):
-            return as_row(source[1].of(walk.tensors[source[0]]))
-        index = source
-        tensor = walk.tensors[index]
-        row = self._rows.get(index)
-        if row is not None and tensor is self._tensors[index] and tensor.data_ptr() == row.data_ptr():
-            return row
-        return as_row(tensor)
+        return {each.device: each.device.gather(each.rows(walk.tensors), each.nbytes) for each in self._captures}
 
 
+@contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """Nothing that a plan is made of becomes garbage: looking for it took two fifths of the time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@_without_garbage_collection()
 def make_plan(walk: Walk, devices: DeviceTable, seat: Seat = ALONE) -> Plan:
     """Raises :class:`UnsupportedStateError`, naming the tensor that cannot be stored."""
-    paths = TreeBuilder(walk.tokens).paths()
-    for tensor, path in zip(walk.tensors, paths, strict=True):
-        try:
-            check_tensor(tensor)
-        except Unencodable as reason:
-            raise UnsupportedStateError(refusal(reason, path)) from None
-    spreads = find_spreads(walk, paths, seat)
-    bases = share_memory(walk.tensors, walk.is_volatile, _unique_names(paths), spreads, walk.dtensors)
-    targets, found = _targets(bases, spreads, devices, seat)
-    order = sorted(targets, key=lambda target: (-target.source.element_size(), not target.is_captured))
-    at = 0
-    for number, target in enumerate(order):
-        target.shard, target.start = number, at
-        at += target.nbytes
+    outline = Outline(walk.tokens)
+    forms = forms_of(walk.tensors, outline.names)
+    spreads = find_spreads(walk, outline.names, seat)
+    extents = extents_of(walk.tensors, forms, _ties(walk, spreads))
+    division = _Division(walk, _unique_names(outline.names), spreads, devices, seat)
+    division.divide(extents)
+    order, data_bytes = _lay_out(division.targets)
+    for target in order:
+        for index, view in target.members:
+            division.leaves[index] = TensorNode(target.number, view)
     shards = [
         Shard(
-            name=target.name,
-            dtype=DTYPE_NAMES[target.source.dtype],
-            shape=tuple(target.source.shape),
-            start=target.start,
-            end=target.start + target.nbytes,
-            device=target.source.device.type,
-            whole=target.whole,
+            target.name,
+            DTYPE_NAMES[target.source.dtype],
+            tuple(target.source.shape),
+            target.start,
+            target.start + target.nbytes,
+            target.source.device.type,
+            target.whole,
         )
         for target in order
     ]
-    captures, captured_at = captures_of(order)
-    leaves = [leaf.node if leaf.target is None else TensorNode(leaf.target.shard, leaf.view) for leaf in found]
-    is_loose = [leaf.is_loose for leaf in found]
-    tensors = [
-        None if is_volatile else tensor for tensor, is_volatile in zip(walk.tensors, walk.is_volatile, strict=True)
-    ]
+    captures, captured_at = captures_of(order, walk.tensors)
+    kept = [None if volatile else tensor for tensor, volatile in zip(walk.tensors, walk.is_volatile, strict=True)]
     header = encode_header(shards, {"stillframe": "1"})
-    tree = encode_tree(TreeBuilder(walk.tokens).build(leaves))
+    tree = encode_tree(outline.tree(division.leaves))
     return Plan(
         layout=digest_of([header, bytes(tree)]),
         shards=shards,
         header=header,
         shards_json=encode_shards(shards),
         tree_json=tree,
-        teams=teams_of(bases, spreads, seat),
-        data_bytes=at,
-        chunks=chunks_of(order, captured_at, at),
+        teams=teams_of(
+            (
+                (target.name, DTYPE_NAMES[target.source.dtype], spread, target.is_volatile)
+                for target, spread in division.shared
+            ),
+            seat,
+        ),
+        data_bytes=data_bytes,
+        chunks=chunks_of(order, captured_at, data_bytes),
         lazy=_merged((target.start, target.start + target.nbytes) for target in order if not target.is_captured),
         captured_bytes=sum(capture.nbytes for capture in captures),
         devices=list(dict.fromkeys(target.device for target in order)),
         _captures=captures,
         _tokens=walk.tokens,
         _is_volatile=walk.is_volatile,
-        _signature=Signature(walk.tensors, is_loose, tensors),
-        _tensors=tensors,
-        _rows={
-            index: as_bytes(tensor)
-            for index, tensor in enumerate(tensors)
-            if tensor is not None and is_loose[index] and is_plain(tensor)
-        },
+        _signature=Signature(forms, division.is_loose, kept),
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Leaf:
-    """Where a tensor of the walk is stored: in a target of its own, or in parts that ranks share."""
+def _ties(walk: Walk, spreads: dict[int, Spread]) -> dict[int, object]:
+    """The tensors that are aliases only of their exact equals, each with what else must be equal.
 
-    target: Target | None
-    view: View | None
-    node: ShardedNode
-    is_loose: bool
+    Where this rank holds nothing of two DTensors, only their identity tells whether they are one.
+    """
+    ties: dict[int, object] = {}
+    for index in itertools.chain(itertools.compress(itertools.count(), walk.is_volatile), spreads):
+        if walk.tensors[index].numel():
+            ties[index] = spreads.get(index)
+        elif index in spreads and index in walk.dtensors:
+            ties[index] = id(walk.dtensors[index])
+    return ties
 
 
-_NOWHERE = ShardedNode("", "U8", (), [])
+class _Division:
+    """The second pass: what this rank writes of each extent."""
 
+    def __init__(
+        self, walk: Walk, names: Sequence[str], spreads: dict[int, Spread], devices: DeviceTable, seat: Seat
+    ) -> None:
+        self._walk = walk
+        self._names = names
+        self._spreads = spreads
+        self._devices = devices
+        self._seat = seat
+        self.targets: list[Target] = []
+        self.leaves: list[TensorNode | ShardedNode] = [_OPEN] * len(walk.tensors)
+        """For each tensor of the walk where it is stored; open until its target has a place."""
+        self.is_loose = [False] * len(walk.tensors)
+        self.shared: list[tuple[Target, Spread]] = []
+        """The extents that other ranks hold too, or hold boxes of."""
 
-def _targets(
-    bases: list[Base], spreads: dict[int, Spread], devices: DeviceTable, seat: Seat
-) -> tuple[list[Target], list[_Leaf]]:
-    """The shards to be, and for each tensor of the walk where it is stored."""
-    targets: list[Target] = []
-    leaves: dict[int, _Leaf] = {}
-    spread_bases: list[SpreadBase] = []
-    for base in bases:
-        first = base.leaves[0][0]
-        is_captured = base.is_volatile or base.source.nbytes <= SMALL_BYTES
-        # A small tensor that shares memory with another is one with it; alone, it may be replaced from save to save.
-        # One whose memory is not its content is straightened anew at each save.
-        is_alone = len(base.leaves) == 1
-        index = first if base.is_volatile or is_alone or not is_plain(base.source) else None
-        is_loose = index is not None and is_captured
-        if first in spreads:
-            spread_bases.append(SpreadBase(base, spreads[first], is_captured, is_loose))
-            continue
-        target = Target(base.source, devices.of(base.source), base.name, is_captured, index)
-        targets.append(target)
-        leaves.update((each, _Leaf(target, view, _NOWHERE, is_loose)) for each, view in base.leaves)
-    for spread_base, parts in assign(spread_bases, seat):
-        base, spread = spread_base.base, spread_base.spread
-        targets.extend(_own_targets(spread_base, parts, devices, seat))
-        node = ShardedNode(
-            spread_base.tensor(seat),
-            DTYPE_NAMES[base.source.dtype],
-            spread.shape,
-            [Part(*each.where) for each in parts],
+    def divide(self, extents: Iterable[Extent]) -> None:
+        for extent in extents:
+            target = self._target(extent)
+            spread = self._spreads.get(extent.index)
+            if spread is None:
+                self.targets.append(target)
+            else:
+                self.shared.append((target, spread))
+        by_ranks: dict[tuple[int, ...], list[tuple[Target, Spread]]] = defaultdict(list)
+        for target, spread in self.shared:
+            by_ranks[spread.ranks if self._seat.writes_once else (self._seat.rank,)].append((target, spread))
+        for ranks, members in by_ranks.items():
+            members.sort(key=lambda each: each[0].name)  # all of these ranks know this order
+            # What is captured stays whole: it is small, or may be another object at the next save.
+            boxes = [
+                HeldBox(box, target.item_bytes, not target.is_captured)
+                for target, spread in members
+                for box in spread.boxes
+            ]
+            assigned = iter(assign(boxes, ranks))
+            for target, spread in members:
+                self._write_boxes(target, spread, list(itertools.islice(assigned, len(spread.boxes))))
+
+    def _target(self, extent: Extent) -> Target:
+        first = extent.index
+        source = extent.source
+        nbytes = source.nbytes
+        is_volatile = self._walk.is_volatile[first]
+        is_captured = is_volatile or nbytes <= SMALL_BYTES
+        # A small tensor may be another object at the next save, unless it has aliases: then all of them would be.  A
+        # tensor whose memory is not its content is straightened anew at each save.
+        is_loose = is_captured and (is_volatile or len(extent.members) == 1 or not is_plain(source))
+        if is_loose:
+            for index, _ in extent.members:
+                self.is_loose[index] = True
+        return Target(
+            source,
+            self._devices.of(source),
+            self._names[first] + "~memory" if extent.cover is None else self._names[extent.cover],
+            source.element_size(),
+            nbytes,
+            extent.members,
+            is_captured,
+            is_volatile,
+            first if is_loose else None,
         )
-        leaves.update((each, _Leaf(None, None, node, spread_base.is_loose)) for each, _ in base.leaves)
-    return targets, [leaves[index] for index in range(len(leaves))]
+
+    def _write_boxes(self, target: Target, spread: Spread, assigned: list[list[tuple[int, Box]]]) -> None:
+        """Of a tensor of which this rank holds boxes: those that it writes, and who writes the others."""
+        tensor = self._seat.global_name(target.name, spread.team)
+        local = target.source.detach()
+        for number, boxes in enumerate(assigned):
+            for rank, box in boxes:
+                if rank == self._seat.rank:
+                    source = box.of(local)
+                    own = replace(
+                        target,
+                        source=source,
+                        name=target.name if number == 0 else f"{target.name}~{number + 1}~box",
+                        nbytes=source.nbytes,
+                        members=(),
+                        loose=target.members[0][0] if target.is_captured else None,
+                        box=box if source.shape != local.shape else None,
+                        whole=BoxOf(tensor, spread.shape, box.offset),
+                    )
+                    self.targets.append(own)
+        holdings = [Holding(rank, box.offset, box.shape) for boxes in assigned for rank, box in boxes]
+        node = ShardedNode(tensor, DTYPE_NAMES[target.source.dtype], spread.shape, holdings)
+        for index, _ in target.members:
+            self.leaves[index] = node
 
 
-def _own_targets(each: SpreadBase, parts: list[Assigned], devices: DeviceTable, seat: Seat) -> Iterator[Target]:
-    """The shards that this rank writes of a tensor."""
-    base = each.base
-    for part in parts:
-        if part.rank == seat.rank:
-            box = Box(part.offset, part.shape, part.local)
-            source = box.of(base.source.detach())
-            is_part = source.shape != base.source.shape
-            yield Target(
-                source=source,
-                device=devices.of(base.source),
-                name=base.name if part.number == 0 else f"{base.name}~{part.number + 1}~box",
-                is_captured=each.is_captured,
-                index=base.leaves[0][0] if each.is_captured else None,
-                box=box if is_part else None,
-                whole=Whole(each.tensor(seat), each.spread.shape, part.offset),
-            )
+_OPEN = TensorNode(-1)
 
 
-def _unique_names(paths: Sequence[Path]) -> list[str]:
-    """Paths as text; where two read alike (``0`` and ``"0"``), the later one gets a number."""
-    names: list[str] = []
+def _lay_out(targets: Iterable[Target]) -> tuple[list[Target], int]:
+    """The third pass: the targets in the order of the segment, each with its place, and how long the data is."""
+    order = sorted(targets, key=lambda target: (-target.item_bytes, not target.is_captured))
+    at = 0
+    for number, target in enumerate(order):
+        target.number, target.start = number, at
+        at += target.nbytes
+    return order, at
+
+
+def _unique_names(names: Sequence[str | None]) -> list[str]:
+    """Where two paths read alike (``0`` and ``"0"``), the later one gets a number."""
     taken = {"__metadata__"}
-    for path in paths:
-        plain = name = render(path) or "~"
-        for number in itertools.count(2):
-            if name not in taken:
-                break
-            name = f"{plain}~{number}"  # no path reads like this: a lone ~ is written ~0
+    unique: list[str] = []
+    for plain in names:
+        name = plain = plain or "~"
+        if name in taken:
+            numbered = (f"{plain}~{number}" for number in itertools.count(2))  # no path reads so: a ~ is written ~0
+            name = next(each for each in numbered if each not in taken)
         taken.add(name)
-        names.append(name)
-    return names
+        unique.append(name)
+    return unique
 
 
-def _merged(ranges: Iterator[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+def _merged(ranges: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
     merged: list[tuple[int, int]] = []
     for start, end in ranges:
         if merged and merged[-1][1] == start:

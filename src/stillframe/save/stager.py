@@ -142,7 +142,7 @@ class Stager:
             has_waited = has_waited or not job.issued.is_set()
             job.issued.wait()
             for device, ticket in job.tickets:
-                device.hold(ticket)
+                device.order_after(ticket)
             if job.audit is not None and not job.is_over:
                 self._end_audit(job)
         self._forget_over()
@@ -309,12 +309,12 @@ class Stager:
         spans.append(span)
         memory = self._span(span, chunk.nbytes)
         used: dict[Device, None] = {}
-        for run in chunk.runs:
-            sources = run.sources
-            if run.captured is not None:
-                sources = (job.captured.memory[run.device][run.captured : run.captured + run.nbytes],)
-            run.device.copy(sources, memory[run.offset : run.offset + run.nbytes])
-            used[run.device] = None
+        for copy in chunk.copies:
+            sources = copy.sources
+            if copy.captured is not None:
+                sources = [job.captured.memory[copy.device][copy.captured : copy.captured + copy.nbytes]]
+            copy.device.copy(sources, memory[copy.offset : copy.offset + copy.nbytes])
+            used[copy.device] = None
         tickets = [ticket for device in used if (ticket := device.ticket()) is not None]
         return _Filled(number, span, chunk.nbytes, tickets)
 

@@ -1,4 +1,4 @@
-"""The user's own leaf types: how to take one apart into plain values and tensors, and put it together again."""
+"""Codecs of the user's own types: a value is taken apart into plain values and tensors, and put together again."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ _T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
-class Leaf:
+class Codec:
     kind: type
     name: str
     encode: Callable[[Any], Any]
     decode: Callable[[Any], Any]
 
 
-_by_kind: dict[type, Leaf] = {}
-_by_name: dict[str, Leaf] = {}
+_by_kind: dict[type, Codec] = {}
+_by_name: dict[str, Codec] = {}
 
 
 def register_leaf(kind: type[_T], name: str, encode: Callable[[_T], Any], decode: Callable[[Any], _T]) -> None:
@@ -40,12 +40,12 @@ def register_leaf(kind: type[_T], name: str, encode: Callable[[_T], Any], decode
     known = _by_kind.get(kind)
     if (taken is not None and taken.kind is not kind) or (known is not None and known.name != name):
         raise ConfigError(f"register_leaf({kind.__qualname__}, {name!r}): {taken or known} is registered already")
-    _by_kind[kind] = _by_name[name] = Leaf(kind, name, encode, decode)
+    _by_kind[kind] = _by_name[name] = Codec(kind, name, encode, decode)
 
 
-def leaf_of(kind: type) -> Leaf | None:
+def codec_of(kind: type) -> Codec | None:
     return _by_kind.get(kind)
 
 
-def leaf_named(name: str) -> Leaf | None:
+def codec_named(name: str) -> Codec | None:
     return _by_name.get(name)

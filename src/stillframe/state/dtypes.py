@@ -39,6 +39,15 @@ def check_tensor(tensor: torch.Tensor) -> None:
         raise Unencodable(f"a tensor of dtype {tensor.dtype}, which safetensors cannot hold; convert it before saving")
 
 
+def refusal(reason: Unencodable, name: str | None = None) -> str:
+    """``name``: the path to what is refused, as text; ``None``: it is the state itself."""
+    where = "the state" if name is None else f"state[{name!r}]"
+    return (
+        f"{where} is {reason}: stillframe cannot store it exactly, and does not pickle. Leave it out, "
+        "convert it to plain values and tensors, or teach stillframe with register_leaf(type, name, encode, decode)"
+    )
+
+
 def array_as_tensor(array: Any) -> torch.Tensor:
     """A numpy array's memory as a tensor; raises :class:`Unencodable`."""
     numpy = sys.modules["numpy"]

@@ -1,25 +1,24 @@
-"""A tensor's memory: its bytes, the stretch it spans, and which tensors share it.
+"""A tensor's memory: its bytes, the extent of storage that it spans, and which tensors are aliases.
 
 Memory that several tensors share is written once.
 
-Tensors of the same form at the same address are one.  Stable tensors whose memory overlaps are written as
-the one that covers the others, or else as the stretch of memory they span; the others are views of it.  Only
-where that stretch is mostly gaps (``x[::8]`` beside ``x[::4]``) is each written by itself, and the tie is lost.
-Volatile tensors may be new objects at every save, and parts of tensors that other ranks hold parts of are boxes by
-themselves: these are tied only if they are exactly alike.
+Tensors of the same form at the same address are one.  Stable tensors that overlap are written as the tensor that covers
+the others, or else as the extent of storage that they span; the others become views of it.  Only where that extent is
+mostly gaps (``x[::8]`` beside ``x[::4]``) is each of them written by itself, and the alias is lost.  Volatile tensors
+may be new objects at every save, and a tensor of which other ranks hold boxes is stored as boxes: such tensors are
+aliases only if they are exactly alike.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 
 import torch
 
 from stillframe.format.tree import View
-from stillframe.state.boxes import Spread
 from stillframe.state.dtypes import DTYPE_NAMES
+from stillframe.state.forms import Forms
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -46,14 +45,17 @@ def byte_extent(tensor: torch.Tensor) -> tuple[int, int]:
     """The bytes of its storage, from first to last, that a tensor with items spans."""
     item_bytes = tensor.element_size()
     start = int(tensor.storage_offset()) * item_bytes
-    items = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return start, start + items * item_bytes
+    return start, start + _items_spanned(tensor.shape, tensor.stride()) * item_bytes
+
+
+def _items_spanned(shape: Sequence[int], strides: Sequence[int]) -> int:
+    return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
 
 
 def pieces(tensor: torch.Tensor, start: int, count: int) -> Iterator[torch.Tensor]:
     """Views that hold ``count`` items of a strided tensor from item ``start`` on, in row-major order.
 
-    A piece is a run of whole rows, or a part of a single row: no temporary is ever as large as the tensor.
+    A piece is a stretch of whole rows, or of a single row: no temporary is ever as large as the tensor.
     """
     if count <= 0:
         return
@@ -73,125 +75,134 @@ def pieces(tensor: torch.Tensor, start: int, count: int) -> Iterator[torch.Tenso
         yield from pieces(tensor[first + whole], 0, tail)
 
 
-@dataclass(slots=True)
-class _Extent:
-    """The bytes of its storage that a tensor spans."""
-
-    index: int
-    tensor: torch.Tensor
-    start: int
-    end: int
-
-    @property
-    def form(self) -> tuple[object, ...]:
-        return (self.start, self.tensor.shape, self.tensor.stride(), self.tensor.dtype)
-
-
 @dataclass(frozen=True, slots=True)
-class Base:
-    """Memory to be written once, and which tensors lie in it, each whole (``None``) or as a view."""
+class Extent:
+    """Memory that is written once."""
 
     source: torch.Tensor
-    name: str
-    leaves: list[tuple[int, View | None]]
-    is_volatile: bool = False
+    """Covers all of it."""
+    cover: int | None
+    """Which tensor of the walk that is; ``None``: a row of items from the first byte to the last, made for it."""
+    members: tuple[tuple[int, View | None], ...]
+    """The tensors of the walk that lie in it, in order: each is all of it (``None``), or a view."""
+
+    @property
+    def index(self) -> int:
+        """The first of its tensors."""
+        return self.members[0][0]
 
 
-def form_of(tensor: torch.Tensor) -> tuple[object, ...]:
-    """All that tells one tensor from another at the same address."""
-    return (tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.is_conj(), tensor.is_neg())
+def extents_of(tensors: Sequence[torch.Tensor], forms: Forms, ties: Mapping[int, object]) -> list[Extent]:
+    """The memory to write, so that every tensor lies in exactly one extent; in the order of their first tensors.
 
-
-def share_memory(
-    tensors: Sequence[torch.Tensor],
-    is_volatile: Sequence[bool],
-    names: Sequence[str],
-    spreads: Mapping[int, Spread] = MappingProxyType({}),
-    wholes: Mapping[int, object] = MappingProxyType({}),
-) -> list[Base]:
-    """The pieces of memory to write, so that every tensor lies in exactly one of them.
-
-    ``spreads``: of those that other ranks hold, too, or hold parts of.  ``wholes``: the DTensors among them; where this
-    rank holds nothing of two, only these tell that they are one.
+    ``ties`` has the tensors that are aliases only of their exact equals, each with what else must be equal.
     """
-    bases: list[Base] = []
-    storages: dict[tuple[torch.device, int], list[_Extent]] = {}
-    tied: dict[tuple[object, ...], list[tuple[int, View | None]]] = {}
-    for index, tensor in enumerate(tensors):
-        if (is_volatile[index] or index in spreads) and tensor.numel():
-            key = tensor.data_ptr(), spreads.get(index), *form_of(tensor)
-            tied.setdefault(key, []).append((index, None))
-        elif index in spreads and index in wholes:
-            tied.setdefault(("empty", id(wholes[index])), []).append((index, None))
-        elif tensor.numel() == 0 or tensor.is_conj() or tensor.is_neg():
-            bases.append(Base(tensor, names[index], [(index, None)], is_volatile[index]))
+    found: list[Extent] = []
+    equals: dict[tuple[object, ...], list[int]] = {}
+    stable: dict[torch.device, list[int]] = {device: [] for device in set(forms.devices)}
+    for index, nbytes in enumerate(forms.nbytes):
+        if index in ties:
+            equals.setdefault((ties[index], *forms.key(index)), []).append(index)
+        elif nbytes and not forms.is_conj[index] and not forms.is_neg[index]:
+            stable[forms.devices[index]].append(index)
         else:
-            memory = tensor.device, tensor.untyped_storage().data_ptr()
-            storages.setdefault(memory, []).append(_Extent(index, tensor, *byte_extent(tensor)))
-    for members in tied.values():
-        first = members[0][0]
-        bases.append(Base(tensors[first], names[first], members, is_volatile[first]))
-    for extents in storages.values():
-        for group in _overlapping(extents):
-            bases.extend(_bases(group, names))
-    return sorted(bases, key=lambda base: base.leaves[0][0])
+            found.append(Extent(tensors[index], index, ((index, None),)))
+    for group in equals.values():
+        found.append(Extent(tensors[group[0]], group[0], tuple((index, None) for index in group)))
+    aliases = _Aliases(tensors, forms)
+    for indexes in stable.values():
+        for group in aliases.overlapping(indexes):
+            if len(group) == 1:
+                found.append(Extent(tensors[group[0]], group[0], ((group[0], None),)))
+            else:
+                found.extend(aliases.extents(group))
+    found.sort(key=lambda extent: extent.members[0][0])
+    return found
 
 
-def _overlapping(extents: list[_Extent]) -> Iterator[list[_Extent]]:
-    """Groups of extents that touch common bytes, each in the order of the walk."""
-    group: list[_Extent] = []
-    end = -1
-    for extent in sorted(extents, key=lambda extent: extent.start):
-        if group and extent.start >= end:
-            yield sorted(group, key=lambda extent: extent.index)
-            group = []
-        end = max(end, extent.end) if group else extent.end
-        group.append(extent)
-    yield sorted(group, key=lambda extent: extent.index)
+class _Aliases:
+    """Stable tensors that may overlap, by their indexes in the walk."""
 
+    def __init__(self, tensors: Sequence[torch.Tensor], forms: Forms) -> None:
+        self._tensors = tensors
+        self._forms = forms
 
-def _bases(group: list[_Extent], names: Sequence[str]) -> list[Base]:
-    """How the memory of one group is written: once if that can be, else each form by itself."""
-    forms: dict[tuple[object, ...], list[_Extent]] = {}
-    for extent in group:
-        forms.setdefault(extent.form, []).append(extent)
-    distinct = [members[0] for members in forms.values()]
-    whole = _whole(distinct, names) if len(distinct) > 1 else None
-    if whole is None:
-        return [
-            Base(members[0].tensor, names[members[0].index], [(extent.index, None) for extent in members])
-            for members in forms.values()
-        ]
-    base, source, name = whole
-    leaves = [(extent.index, None if extent.form == base.form else _view(extent, base.start)) for extent in group]
-    return [Base(source, name, leaves)]
+    def overlapping(self, indexes: Iterable[int]) -> Iterator[list[int]]:
+        """Groups of tensors of one device that touch common addresses, each in the order of the walk."""
+        addresses = self._forms.addresses
+        group: list[int] = []
+        end = -1
+        for index in sorted(indexes, key=addresses.__getitem__):
+            if group and addresses[index] >= end:
+                yield sorted(group)
+                group = []
+                end = -1
+            end = max(end, self._end(index))
+            group.append(index)
+        if group:
+            yield sorted(group)
 
+    def extents(self, group: Iterable[int]) -> Iterator[Extent]:
+        """How tensors that touch common addresses are written.  Only those of one storage can be written as one."""
+        storages: dict[int, list[int]] = {}
+        for index in group:
+            storages.setdefault(self._tensors[index].untyped_storage().data_ptr(), []).append(index)
+        for members in storages.values():
+            for each in self.overlapping(members):
+                yield from self._extents(each)
 
-def _whole(distinct: list[_Extent], names: Sequence[str]) -> tuple[_Extent, torch.Tensor, str] | None:
-    """One tensor that covers all of them: one of their own, or the stretch of memory from first to last."""
-    start, end = min(extent.start for extent in distinct), max(extent.end for extent in distinct)
-    if any((extent.start - start) % extent.tensor.element_size() for extent in distinct):
-        return None
-    for extent in distinct:
-        if (extent.start, extent.end) == (start, end) and is_plain(extent.tensor):
-            return extent, extent.tensor, names[extent.index]
-    if end - start > 2 * sum(extent.tensor.nbytes for extent in distinct):
-        return None  # mostly gaps
-    first = distinct[0].tensor
-    is_uniform = all(extent.tensor.dtype == first.dtype for extent in distinct)
-    dtype = first.dtype if is_uniform else torch.uint8
-    item_bytes = dtype.itemsize
-    source = torch.empty(0, dtype=dtype, device=first.device).set_(
-        first.untyped_storage(), start // item_bytes, ((end - start) // item_bytes,), (1,)
-    )
-    return _Extent(-1, source, start, end), source, names[distinct[0].index] + "~memory"
+    def _extents(self, group: list[int]) -> Iterator[Extent]:
+        """Of tensors that overlap in one storage: one extent if that can be, else one for each form."""
+        forms: dict[tuple[object, ...], list[int]] = {}
+        for index in group:
+            forms.setdefault(self._place(index), []).append(index)
+        distinct = [members[0] for members in forms.values()]
+        cover = self._cover(distinct) if len(distinct) > 1 else None
+        if cover is None:
+            for members in forms.values():
+                yield Extent(self._tensors[members[0]], members[0], tuple((index, None) for index in members))
+            return
+        index_of = {id(self._tensors[index]): index for index in distinct}
+        start = cover.data_ptr()
+        whole = start, cover.shape, cover.stride(), cover.dtype
+        views = ((index, None if self._place(index) == whole else self._view(index, start)) for index in group)
+        yield Extent(cover, index_of.get(id(cover)), tuple(views))
 
+    def _cover(self, distinct: list[int]) -> torch.Tensor | None:
+        """One tensor that covers all of them: one of their own, or the extent of storage from first to last byte."""
+        forms = self._forms
+        start = min(forms.addresses[index] for index in distinct)
+        end = max(self._end(index) for index in distinct)
+        if any((forms.addresses[index] - start) % forms.dtypes[index].itemsize for index in distinct):
+            return None
+        for index in distinct:
+            if (forms.addresses[index], self._end(index)) == (start, end) and forms.is_plain(index):
+                return self._tensors[index]
+        if end - start > 2 * sum(forms.nbytes[index] for index in distinct):
+            return None  # mostly gaps
+        first = self._tensors[distinct[0]]
+        is_uniform = len({forms.dtypes[index] for index in distinct}) == 1
+        dtype = first.dtype if is_uniform else torch.uint8
+        storage = first.untyped_storage()
+        offset, count = (start - storage.data_ptr()) // dtype.itemsize, (end - start) // dtype.itemsize
+        return torch.empty(0, dtype=dtype, device=first.device).set_(storage, offset, (count,), (1,))
 
-def _view(extent: _Extent, start: int) -> View:
-    tensor = extent.tensor
-    return View(
-        dtype=DTYPE_NAMES[tensor.dtype],
-        shape=tuple(tensor.shape),
-        stride=tuple(tensor.stride()),
-        offset=(extent.start - start) // tensor.element_size(),
-    )
+    def _place(self, index: int) -> tuple[object, ...]:
+        forms = self._forms
+        return forms.addresses[index], forms.shapes[index], forms.strides[index], forms.dtypes[index]
+
+    def _end(self, index: int) -> int:
+        forms = self._forms
+        if forms.is_contiguous[index]:
+            return forms.addresses[index] + forms.nbytes[index]
+        items = _items_spanned(forms.shapes[index], forms.strides[index])
+        return forms.addresses[index] + items * forms.dtypes[index].itemsize
+
+    def _view(self, index: int, start: int) -> View:
+        forms = self._forms
+        return View(
+            dtype=DTYPE_NAMES[forms.dtypes[index]],
+            shape=tuple(forms.shapes[index]),
+            stride=tuple(forms.strides[index]),
+            offset=(forms.addresses[index] - start) // forms.dtypes[index].itemsize,
+        )

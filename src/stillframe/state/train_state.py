@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from stillframe.errors import ConfigError
+from stillframe.state.torch_internals import compiled_module
 
 _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 
@@ -106,10 +107,11 @@ def innermost(model: torch.nn.Module) -> list[torch.nn.Module]:
         model = found[-1]
         if isinstance(model, torch.nn.parallel.DistributedDataParallel):
             found.append(model.module)
-        elif "_orig_mod" in model._modules:  # torch.compile
-            found.append(model.get_submodule("_orig_mod"))
-        else:
+            continue
+        compiled = compiled_module(model)
+        if compiled is None:
             return found
+        found.append(compiled)
 
 
 def clean(name: str) -> str:

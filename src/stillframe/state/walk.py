@@ -12,41 +12,40 @@ optimizer state, and tensors that stand in the state by themselves are staged la
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
 
 from stillframe.errors import UnsupportedStateError
 from stillframe.format import limits, values
-from stillframe.format.tree import (
-    ArrayNode,
-    DictNode,
-    LeafNode,
-    ListNode,
-    Node,
-    ObjectNode,
-    Path,
-    ShardedNode,
-    TensorNode,
-    TupleNode,
-    ValueNode,
-    render,
-)
+from stillframe.format.tree import render
 from stillframe.format.values import Unencodable
-from stillframe.state.boxes import Part, dtensor_class, local_of
-from stillframe.state.codecs import leaf_of
-from stillframe.state.dtypes import PLAIN_TENSORS, array_as_tensor, check_tensor, is_array
+from stillframe.state.boxes import TensorBox
+from stillframe.state.codecs import codec_of
+from stillframe.state.dtypes import PLAIN_TENSORS, array_as_tensor, check_tensor, is_array, refusal
 from stillframe.state.memory import byte_extent
+from stillframe.state.outline import (
+    ARRAY,
+    DICT,
+    LEAF,
+    LIST,
+    OBJECT,
+    ORDERED,
+    SHARDED,
+    TENSOR_TOKEN,
+    TUPLE,
+    VALUE_TOKEN,
+)
+from stillframe.state.torch_internals import dtensor_class, is_dtensor_parameter, local_of, local_tensor
 from stillframe.state.train_state import TrainState
 
-# Tokens are tuples that start with one of these; a dict's keys and a list's length follow.
-_DICT, _ORDERED, _LIST, _TUPLE, _OBJECT, _LEAF, _ARRAY, _TENSOR, _VALUE, _SHARDED = range(10)
-_TENSOR_TOKEN = (_TENSOR,)
-_VALUE_TOKEN = (_VALUE,)
 _STR_KEYS = {str}
 _INT_KEYS = {int}
+_PARAMETERS = {torch.nn.Parameter}
+_DICTS = {dict}
 
 
 class Walk:
@@ -59,7 +58,7 @@ class Walk:
         self.values: list[Any] = []
         self.dtensors: dict[int, Any] = {}
         """Those of the tensors that are this rank's part of a DTensor."""
-        self.parts: dict[int, Part] = {}
+        self.boxes: dict[int, TensorBox] = {}
         """Those of the tensors that were given as a box of one."""
         self.owners: list[torch.nn.Module | torch.optim.Optimizer] = []
         """The modules and optimizers met: they know which tensors other ranks hold, too."""
@@ -71,9 +70,9 @@ class Walk:
         try:
             self._visit(state)
         except Unencodable as reason:
-            raise UnsupportedStateError(refusal(reason, ())) from None
+            raise UnsupportedStateError(refusal(reason)) from None
         except _Refusal as refused:
-            raise UnsupportedStateError(refusal(refused.reason, tuple(reversed(refused.path)))) from None
+            raise UnsupportedStateError(refusal(refused.reason, render(tuple(reversed(refused.path))))) from None
 
     def _visit(self, node: Any) -> None:
         kind = type(node)
@@ -82,40 +81,44 @@ class Walk:
         elif kind is self._dtensor:
             self._sharded(node)
         elif kind is dict or kind is OrderedDict:
-            self._dict(node, kind is OrderedDict)
+            self._dict(node, is_ordered=kind is OrderedDict)
         elif kind is list:
             self._list(node)
         elif kind is tuple:
-            self.tokens.append((_TUPLE, len(node)))
+            self.tokens.append((TUPLE, len(node)))
             self._items(enumerate(node))
         elif values.is_value(kind):
-            self.tokens.append(_VALUE_TOKEN)
+            self.tokens.append(VALUE_TOKEN)
             self.values.append(_encode(node))
         else:
             self._other(node, kind)
 
     def _tensor(self, tensor: torch.Tensor) -> None:
-        self.tokens.append(_TENSOR_TOKEN)
+        self.tokens.append(TENSOR_TOKEN)
         self.tensors.append(tensor)
         is_volatile = self._is_volatile if self._module is None else not self._is_parameter(tensor)
         self.is_volatile.append(is_volatile)
 
+    def _append(self, tensors: Collection[torch.Tensor]) -> None:
+        self.tensors.extend(tensors)
+        self.is_volatile.extend([self._module is None and self._is_volatile] * len(tensors))
+
     def _sharded(self, tensor: Any) -> None:
         """A DTensor stands for its local part; what it is a part of belongs to the structure."""
-        local: torch.Tensor = tensor._local_tensor
+        local = local_tensor(tensor)
         if self._module is None:
             is_volatile = self._is_volatile
         else:  # a parameter that is a DTensor says so itself
-            is_volatile = not (getattr(tensor, "_is_param", False) or self._is_part_of_parameter(local))
+            is_volatile = not (is_dtensor_parameter(tensor) or self._is_part_of_parameter(local))
         self.dtensors[len(self.tensors)] = tensor
-        self.tokens.append((_SHARDED, tensor.device_mesh, tensor.placements, tensor.shape))
+        self.tokens.append((SHARDED, tensor.device_mesh, tensor.placements, tensor.shape))
         self.tensors.append(local)
         self.is_volatile.append(is_volatile)
 
-    def _part(self, part: Part) -> None:
-        self.parts[len(self.tensors)] = part
-        self.tokens.append((_SHARDED, part.shape, part.offset))
-        self.tensors.append(part.tensor)
+    def _box(self, box: TensorBox) -> None:
+        self.boxes[len(self.tensors)] = box
+        self.tokens.append((SHARDED, box.shape, box.offset))
+        self.tensors.append(box.tensor)
         self.is_volatile.append(self._is_volatile)
 
     def _is_part_of_parameter(self, local: torch.Tensor) -> bool:
@@ -138,22 +141,47 @@ class Walk:
         extents = self._parameters.get(tensor.untyped_storage().data_ptr(), ())
         return any(first <= start and end <= last for first, last in extents)
 
-    def _dict(self, node: dict[Any, Any], is_ordered: bool) -> None:
+    def _dict(self, node: dict[Any, Any], *, is_ordered: bool) -> None:
         kinds = set(map(type, node))
         keys = tuple(node)
         exact: Any = None
         if kinds - _STR_KEYS:
             # 1, True and 1.0 are equal as keys but not as types: compare what is stored.
             exact = "ints" if kinds == _INT_KEYS else tuple(repr(_encode(key)) for key in keys)
-        self.tokens.append((_ORDERED if is_ordered else _DICT, keys, exact))
-        self._items(node.items())
+        self.tokens.append((ORDERED if is_ordered else DICT, keys, exact))
+        kinds = set(map(type, node.values()))
+        if kinds == _DICTS and self._are_alike(node.values()):
+            return
+        if self._are_leaves(kinds, self._depth + 1):
+            self.tokens.extend([TENSOR_TOKEN] * len(keys))
+            self._append(node.values())
+        else:
+            self._items(node.items())
+
+    def _are_alike(self, dicts: Collection[dict[Any, Any]]) -> bool:
+        """Take dicts of tensors with the same keys all at once, if they are such: an optimizer's state is."""
+        tensors = list(itertools.chain.from_iterable(map(dict.values, dicts)))
+        if not self._are_leaves(set(map(type, tensors)), self._depth + 2):
+            return False
+        first, *others = set(map(tuple, dicts))
+        if others or set(map(type, itertools.chain.from_iterable(dicts))) - _STR_KEYS:
+            return False
+        self.tokens.extend([(DICT, first, None), *[TENSOR_TOKEN] * len(first)] * len(dicts))
+        self._append(tensors)
+        return True
+
+    def _are_leaves(self, kinds: set[type], depth: int) -> bool:
+        """Whether values of these types, so deep, are tensors that need no look at each: a module's own parameters are
+        never volatile, its other tensors may be."""
+        allowed = PLAIN_TENSORS if self._module is None else _PARAMETERS
+        return kinds <= allowed and depth <= limits.MAX_DEPTH
 
     def _list(self, node: list[Any]) -> None:
         if values.is_plain_list(node):
-            self.tokens.append(_VALUE_TOKEN)
+            self.tokens.append(VALUE_TOKEN)
             self.values.append(list(node))
         else:
-            self.tokens.append((_LIST, len(node)))
+            self.tokens.append((LIST, len(node)))
             self._items(enumerate(node))
 
     def _items(self, items: Any) -> None:
@@ -164,9 +192,11 @@ class Walk:
                 kind = type(item)
                 if kind is torch.nn.Parameter or (kind is torch.Tensor and self._module is None):
                     # The commonest leaves, without a call: a parameter is never volatile in its module.
-                    self.tokens.append(_TENSOR_TOKEN)
+                    self.tokens.append(TENSOR_TOKEN)
                     self.tensors.append(item)
                     self.is_volatile.append(self._module is None and self._is_volatile)
+                elif kind is dict:
+                    self._dict(item, is_ordered=False)
                 elif kind is self._dtensor:
                     self._sharded(item)
                 else:
@@ -184,29 +214,29 @@ class Walk:
             raise Unencodable(f"nested deeper than {limits.MAX_DEPTH} levels; does it contain itself?")
 
     def _other(self, node: Any, kind: type) -> None:
-        leaf = leaf_of(kind)
-        if leaf is not None:
-            self.tokens.append((_LEAF, leaf.name))
-            self._within(leaf.encode(node), is_volatile=True)
+        codec = codec_of(kind)
+        if codec is not None:
+            self.tokens.append((LEAF, codec.name))
+            self._within(codec.encode(node), is_volatile=True)
         elif isinstance(node, torch.Tensor):
             check_tensor(node)
             raise Unencodable(f"a tensor of class {kind.__qualname__}")
         elif is_array(node):
             tensor = array_as_tensor(node)
-            self.tokens.append((_ARRAY, node.dtype.str))
+            self.tokens.append((ARRAY, node.dtype.str))
             self.tensors.append(tensor)
             self.is_volatile.append(True)
         elif kind is TrainState:
             self._train_state(node)
-        elif kind is Part:
-            self._part(node)
+        elif kind is TensorBox:
+            self._box(node)
         elif is_stateful(node):
             self._object(node, kind)
         else:
             raise Unencodable(_refuse(kind))
 
     def _object(self, node: Any, kind: type) -> None:
-        self.tokens.append((_OBJECT, f"{kind.__module__}.{kind.__qualname__}"))
+        self.tokens.append((OBJECT, f"{kind.__module__}.{kind.__qualname__}"))
         if isinstance(node, torch.nn.Module):
             self.owners.append(node)
             self._within(module_state(node), module=node)
@@ -217,8 +247,8 @@ class Walk:
 
     def _train_state(self, node: TrainState) -> None:
         has_optimizer = node.optimizer is not None
-        self.tokens.append((_OBJECT, "stillframe.TrainState", type(node.model)))
-        self.tokens.append((_DICT, ("model", *(("optimizer",) if has_optimizer else ()), *node.more), None))
+        self.tokens.append((OBJECT, "stillframe.TrainState", type(node.model)))
+        self.tokens.append((DICT, ("model", *(("optimizer",) if has_optimizer else ()), *node.more), None))
         self.owners.append(node.model)
         self._at("model", lambda: self._within(node.model_state(), module=node.module))
         if node.optimizer is not None:
@@ -251,7 +281,7 @@ def storable(value: Any) -> bool:
         walk = Walk(value)
     except UnsupportedStateError:
         return False
-    return not walk.parts and all(token[0] != _OBJECT for token in walk.tokens)
+    return not walk.boxes and all(token[0] != OBJECT for token in walk.tokens)
 
 
 def is_stateful(node: object) -> bool:
@@ -292,62 +322,3 @@ class _Refusal(Exception):
         super().__init__()
         self.reason = reason
         self.path: list[Any] = list(keys)
-
-
-def refusal(reason: Unencodable, path: Path) -> str:
-    where = f"state[{render(path)!r}]" if path else "the state"
-    return (
-        f"{where} is {reason}: stillframe cannot store it exactly, and does not pickle. Leave it out, "
-        "convert it to plain values and tensors, or teach stillframe with register_leaf(type, name, encode, decode)"
-    )
-
-
-class TreeBuilder:
-    """The tree and the paths that a list of tokens stands for; used only when the structure is new."""
-
-    def __init__(self, tokens: list[tuple[Any, ...]]) -> None:
-        self.tensor_paths: list[Path] = []
-        self._leaves: Sequence[TensorNode | ShardedNode] = ()
-        self._values = 0
-        self._tokens: Iterator[tuple[Any, ...]] = iter(tokens)
-
-    def build(self, leaves: Sequence[TensorNode | ShardedNode]) -> Node:
-        """``leaves[i]`` says where the i-th tensor of the walk is stored."""
-        self._leaves = leaves
-        return self._build()
-
-    def paths(self) -> list[Path]:
-        """The path of every tensor, in the order of the walk."""
-        self._leaves = ()
-        self._build()
-        return self.tensor_paths
-
-    def _build(self, path: Path = ()) -> Node:
-        kind, *rest = next(self._tokens)
-        if kind in (_TENSOR, _ARRAY, _SHARDED):
-            return self._tensor(path, rest if kind == _ARRAY else [])
-        if kind == _VALUE:
-            self._values += 1
-            return ValueNode(self._values - 1)
-        if kind in (_DICT, _ORDERED):
-            keys = rest[0]
-            items = [self._build((*path, key)) for key in keys]
-            return DictNode([self._key(key, path) for key in keys], items, is_ordered=kind == _ORDERED)
-        if kind == _OBJECT:
-            return ObjectNode(rest[0], self._build(path))
-        if kind == _LEAF:
-            return LeafNode(rest[0], self._build(path))
-        items = [self._build((*path, index)) for index in range(rest[0])]
-        return ListNode(items) if kind == _LIST else TupleNode(items)
-
-    def _key(self, key: Any, path: Path) -> Any:
-        try:
-            return _encode(key)
-        except Unencodable as reason:
-            raise UnsupportedStateError(refusal(Unencodable(f"a dict with {reason} as a key"), path)) from None
-
-    def _tensor(self, path: Path, rest: list[Any]) -> Node:
-        index = len(self.tensor_paths)
-        self.tensor_paths.append(path)
-        leaf = self._leaves[index] if self._leaves else TensorNode(index)
-        return ArrayNode(leaf.shard, rest[0]) if rest and isinstance(leaf, TensorNode) else leaf

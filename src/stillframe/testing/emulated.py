@@ -16,8 +16,7 @@ from typing import Any
 
 import torch
 
-from stillframe.save import device as devices
-from stillframe.save.device import Ticket
+from stillframe.save.device import DeviceTable, Ticket
 from stillframe.state.memory import as_row
 
 
@@ -65,13 +64,13 @@ class EmulatedDevice:
         self._owned: set[int] = set()
 
     def __enter__(self) -> EmulatedDevice:
-        devices.emulate(self)
+        DeviceTable.owning.append(self)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        devices.end_emulation(self)
+        DeviceTable.owning.remove(self)
         self._compute.stop()
         self._copies.stop()
 
@@ -111,7 +110,7 @@ class EmulatedDevice:
     def ticket(self) -> _EmulatedTicket:
         return _EmulatedTicket(self._copies.record())
 
-    def hold(self, ticket: Ticket) -> None:
+    def order_after(self, ticket: Ticket) -> None:
         assert isinstance(ticket, _EmulatedTicket)
         self._compute.wait_event(ticket.event)
 

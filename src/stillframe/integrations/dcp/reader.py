@@ -8,7 +8,6 @@ import os
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import _nested_dict
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -24,6 +23,7 @@ from stillframe import BoxReader
 from stillframe.errors import ConfigError, StateError, UnsupportedStateError
 from stillframe.integrations.dcp.place import Opaque, PathLike, Place
 from stillframe.integrations.open_roots import seat
+from stillframe.state.torch_internals import flatten_state_dict
 from stillframe.store import files
 
 
@@ -49,7 +49,7 @@ class Reader(Place, StorageReader):
             self._reader.close()
         self._reader = BoxReader(self.path, self.step, rank=seat()[0])
         outline = self._reader.outline
-        self._flat, paths = _nested_dict.flatten_state_dict(outline if isinstance(outline, dict) else {"": outline})
+        self._flat, paths = flatten_state_dict(outline if isinstance(outline, dict) else {"": outline})
         return Metadata({name: self._described(value) for name, value in self._flat.items()}, planner_data=paths)
 
     def _described(self, value: Any) -> TensorStorageMetadata | BytesStorageMetadata:

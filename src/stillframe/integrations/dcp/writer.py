@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 
-from stillframe import ELSEWHERE, Part
+from stillframe import ELSEWHERE, TensorBox
 from stillframe.errors import ConfigError, UnsupportedStateError
 from stillframe.integrations.dcp.place import Opaque, PathLike, Place
 from stillframe.integrations.dcp.stager import take_staging
@@ -110,12 +110,12 @@ class _Nest(dict[Any, Any]):
         return [items.get(at, ELSEWHERE) for at in range(max(items) + 1 + has_gaps)]
 
 
-def _tensor(item: WriteItem, planner: SavePlanner) -> torch.Tensor | Part:
+def _tensor(item: WriteItem, planner: SavePlanner) -> torch.Tensor | TensorBox:
     tensor = planner.resolve_data(item)
     assert isinstance(tensor, torch.Tensor)
     assert item.tensor_data is not None
     tensor, whole, chunk = tensor.detach(), item.tensor_data.size, item.tensor_data.chunk
-    return tensor if tuple(tensor.shape) == tuple(whole) else Part(tensor, whole, chunk.offsets)
+    return tensor if tuple(tensor.shape) == tuple(whole) else TensorBox(tensor, whole, chunk.offsets)
 
 
 def _bytes(item: WriteItem, planner: SavePlanner) -> Any:

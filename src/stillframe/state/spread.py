@@ -1,0 +1,219 @@
+"""How a tensor is spread over the ranks: which boxes of it this rank holds, and which ranks hold the same ones.
+
+Each rank finds this out alone, from placements, meshes and process groups; no rank asks another.  That all of them
+found the same is checked when the step is committed (:class:`Team`).
+
+The geometry is that of torch.distributed.  Only strided shards are worked out here: one rank holds several boxes of
+such a tensor, and torch's own function gives the first.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from stillframe.errors import UnsupportedStateError
+from stillframe.format.digest import digest
+from stillframe.format.records import Team
+from stillframe.format.segment import OF_TEAM
+from stillframe.format.values import Unencodable
+from stillframe.state.boxes import Box, TensorBox, whole_box
+from stillframe.state.dtypes import refusal
+from stillframe.state.torch_internals import (
+    communication_hooks,
+    is_dtensor,
+    local_shape_and_offset,
+    local_tensor,
+    split_as,
+)
+from stillframe.state.train_state import innermost
+from stillframe.state.walk import Walk
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """This rank among those that save together."""
+
+    rank: int
+    world_size: int
+    knows_ranks: bool
+    """Its number is the one that meshes and process groups use."""
+    writes_once: bool
+    """One rank writes what several ranks hold: all of them will be able to read it."""
+
+    def global_name(self, name: str, team: tuple[int, ...]) -> str:
+        """A tensor's name in the seals of all ranks.
+
+        Another set of ranks may use the same path for another tensor.  So the name of a tensor that only some of the
+        ranks hold ends with a digest of these.
+        """
+        if not self.knows_ranks or len(team) in (0, self.world_size):
+            return name
+        return f"{name}{OF_TEAM}{digest(msgspec.json.encode(team))[:8]}"
+
+
+ALONE = Seat(0, 1, knows_ranks=False, writes_once=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """One tensor as this rank sees it."""
+
+    shape: tuple[int, ...]
+    boxes: tuple[Box, ...]
+    ranks: tuple[int, ...]
+    """The ranks that hold exactly these boxes, this one among them; in order."""
+    team: tuple[int, ...]
+    """The ranks that hold any box of it; in order."""
+    layout: str
+    """What must be the same on all of the team, as text."""
+
+
+def spread_of(tensor: Any) -> Spread:
+    """Of a DTensor.  Raises :class:`Unencodable` if its boxes do not make up a tensor."""
+    mesh, placements = tensor.device_mesh, tensor.placements
+    if any(placement.is_partial() for placement in placements):
+        raise Unencodable("a DTensor with Partial placements, whose parts are yet to be added up; redistribute it")
+    shape = tuple(tensor.shape)
+    members = mesh.mesh
+    coordinate = mesh.get_coordinate()
+    team = tuple(sorted(members.flatten().tolist()))
+    layout = f"{tuple(map(str, placements))} on {tuple(members.shape)}"
+    if coordinate is None:
+        return Spread(shape, (), (), team, layout)  # others hold it
+    same = tuple(
+        slice(None) if placement.is_replicate() else at for placement, at in zip(placements, coordinate, strict=True)
+    )
+    ranks = tuple(sorted(members[same].flatten().tolist()))
+    boxes = _boxes(tensor, shape, coordinate)
+    local = tuple(local_tensor(tensor).shape)
+    extent = tuple(max((box.local[dim] + box.shape[dim] for box in boxes), default=0) for dim in range(len(shape)))
+    if boxes and extent != local:
+        raise Unencodable(f"a DTensor whose local part has shape {local}, where its placements make {extent}")
+    return Spread(shape, boxes, ranks, team, layout)
+
+
+def boxes_of(tensor: torch.Tensor) -> tuple[Box, ...]:
+    """What of itself a live tensor holds here: all, or the boxes of a DTensor."""
+    return spread_of(tensor).boxes if is_dtensor(tensor) else (whole_box(tensor.shape),)
+
+
+def _boxes(tensor: Any, shape: tuple[int, ...], coordinate: Sequence[int]) -> tuple[Box, ...]:
+    if any("Strided" in type(placement).__name__ for placement in tensor.placements):
+        stretches = _strided_stretches(tensor, shape, coordinate)
+    else:
+        sizes, offsets = local_shape_and_offset(shape, tensor.device_mesh, tensor.placements)
+        stretches = [[(at, size, 0)] for at, size in zip(offsets, sizes, strict=True)]
+    boxes = (
+        Box(*(tuple(stretch[field] for stretch in combination) for field in range(3)))
+        for combination in itertools.product(*stretches)
+    )
+    return tuple(box for box in boxes if 0 not in box.shape)
+
+
+def _strided_stretches(
+    tensor: Any, shape: tuple[int, ...], coordinate: Sequence[int]
+) -> list[list[tuple[int, int, int]]]:
+    """For each dimension the stretches of it that this rank holds: (first index, length, position in the local one).
+
+    Found by sharding the list of indexes as torch shards the dimension: from the first mesh dimension to the last.
+    """
+    found = []
+    for dim, size in enumerate(shape):
+        indexes = torch.arange(size)
+        for mesh_dim, placement in enumerate(tensor.placements):
+            if not placement.is_replicate() and placement.dim == dim:
+                indexes = split_as(placement, indexes, tensor.device_mesh.size(mesh_dim))[coordinate[mesh_dim]]
+        found.append(list(_stretches(indexes.tolist())))
+    return found
+
+
+def _stretches(indexes: list[int]) -> Iterable[tuple[int, int, int]]:
+    start = 0
+    for at in range(1, len(indexes) + 1):
+        if at == len(indexes) or indexes[at] != indexes[at - 1] + 1:
+            yield indexes[start], at - start, start
+            start = at
+
+
+# --- which tensors of a walk are spread ------------------------------------------------------
+
+
+def find_spreads(walk: Walk, names: Sequence[str | None], seat: Seat) -> dict[int, Spread]:
+    """Those tensors of the walk, by index, that other ranks hold too, or hold boxes of."""
+    spreads: dict[int, Spread] = {}
+    for index, tensor in walk.dtensors.items():
+        try:
+            spreads[index] = spread_of(tensor)
+        except Unencodable as reason:
+            raise UnsupportedStateError(refusal(reason, names[index])) from None
+    for index, given in walk.boxes.items():
+        spreads[index] = _given(index, given, seat)
+    replicas = _replicas(walk) if seat.writes_once else {}
+    for index, tensor in enumerate(walk.tensors) if replicas else ():
+        ranks = replicas.get(id(tensor))
+        if ranks is not None and not walk.is_volatile[index]:
+            shape = tuple(tensor.shape)
+            spreads[index] = Spread(shape, (whole_box(shape),), ranks, ranks, "replicated")
+    return spreads
+
+
+def _given(index: int, given: TensorBox, seat: Seat) -> Spread:
+    """A box that the user gave.  The user guarantees that the boxes of all ranks tile the tensor, so no team digest is
+    written and no alias is detected."""
+    shape = tuple(given.tensor.shape)
+    boxes = () if 0 in shape else (Box(given.offset, shape, (0,) * len(shape)),)
+    return Spread(given.shape, boxes, (seat.rank,), (), f"part {index}")
+
+
+def _replicas(walk: Walk) -> dict[int, tuple[int, ...]]:
+    """The tensors that data parallelism keeps the same on several ranks, by identity, with these ranks.
+
+    They are the parameters of a DDP module, and what an optimizer keeps of the same shape for each of them.  Buffers
+    are not among them: they may differ between two forwards.
+    """
+    found: dict[int, tuple[int, ...]] = {}
+    modules = [each for owner in walk.owners if isinstance(owner, torch.nn.Module) for each in innermost(owner)]
+    for owner in modules:
+        if isinstance(owner, DistributedDataParallel) and not _may_diverge(owner):
+            ranks = tuple(sorted(torch.distributed.get_process_group_ranks(owner.process_group)))
+            ignored = owner.parameters_to_ignore
+            for name, parameter in owner.module.named_parameters():
+                if len(ranks) > 1 and name not in ignored and type(parameter) is torch.nn.Parameter:
+                    found[id(parameter)] = ranks
+    optimizers = [owner for owner in walk.owners if isinstance(owner, torch.optim.Optimizer)]
+    for optimizer in optimizers if found else ():
+        if not type(optimizer).__module__.startswith("torch.distributed"):  # those keep a share of the state each
+            for parameter, state in optimizer.state.items():
+                ranks = found.get(id(parameter), ())
+                for each in state.values() if ranks else ():
+                    if isinstance(each, torch.Tensor) and each.shape == parameter.shape:
+                        found[id(each)] = ranks
+    return found
+
+
+def _may_diverge(module: DistributedDataParallel) -> bool:
+    """Whether the replicas may differ between two averages (post-local SGD)."""
+    return any("local" in getattr(hook, "__name__", "").lower() for hook in communication_hooks(module))
+
+
+def teams_of(tensors: Iterable[tuple[str, str, Spread, bool]], seat: Seat) -> list[Team]:
+    """What this rank's seal says of the tensors that it holds together with others.
+
+    Each tensor is given by its name, its dtype, its spread, and whether it is volatile.
+    """
+    lines: dict[tuple[int, ...], list[tuple[object, ...]]] = defaultdict(list)
+    for name, dtype, spread, is_volatile in tensors:
+        if seat.knows_ranks and seat.rank in spread.team and len(spread.team) > 1:
+            lines[spread.team].append((name, dtype, spread.shape, spread.layout, is_volatile))
+    return [
+        Team(digest(msgspec.json.encode(team)), len(team), digest(msgspec.json.encode(sorted(each))))
+        for team, each in sorted(lines.items())
+    ]

@@ -12,8 +12,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from stillframe.model import CHUNK_BYTES
+from stillframe.model import BLOCK_BYTES, CHUNK_BYTES
 from stillframe.store.blob import aligned_buffer
+from stillframe.units import round_up
 
 _THREADS = 3
 
@@ -33,7 +34,7 @@ def write_raw(path: Path, size: int, data: memoryview, is_over: bool = False) ->
     try:
         os.posix_fallocate(fd, 0, size)
         for at in range(0, size, CHUNK_BYTES):
-            os.pwrite(fd, data[: min(CHUNK_BYTES, size - at)], at)
+            os.pwrite(fd, data[: round_up(min(CHUNK_BYTES, size - at), BLOCK_BYTES)], at)
         os.ftruncate(fd, size)
         os.fsync(fd)
     finally:
@@ -48,7 +49,7 @@ def read_raw(path: Path, size: int) -> float:
 
     def read(thread: int) -> None:
         for at in range(thread * CHUNK_BYTES, size, _THREADS * CHUNK_BYTES):
-            os.preadv(fd, [buffers[thread][: min(CHUNK_BYTES, size - at)]], at)
+            os.preadv(fd, [buffers[thread][: round_up(min(CHUNK_BYTES, size - at), BLOCK_BYTES)]], at)
 
     began = time.perf_counter()
     with ThreadPoolExecutor(_THREADS) as pool:

@@ -1,0 +1,157 @@
+"""Something hostile in the place of every file of a root: nothing outside changes, nothing hangs, errors are ours.
+
+A run comes by (restore, save, retention, labels), then the commands that read and the one that removes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import stat
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from stillframe import Catalog, Checkpointer, KeepLast, Label, StillframeError, load
+from stillframe.checkpoint.survey import survey
+from stillframe.format import names
+from stillframe.keeper import prune
+from stillframe.observe.doctor import examine
+from stillframe.observe.history import histories
+from stillframe.retention import Keep
+
+NEXT = 3
+"""The step that the run saves."""
+
+
+def state() -> dict[str, Any]:
+    return {"x": torch.zeros(300_000), "n": 1}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A root with two checkpoints, the first with a label, as a killed run leaves it: with a spare blob."""
+    root = tmp_path_factory.mktemp("whole") / "root"
+    with Checkpointer(root, keep=KeepLast(2)) as checkpointer:
+        checkpointer.save(1, state(), label=Label("best", ("weights.pt",), b"x", is_latest=True)).wait()
+        checkpointer.save(2, state()).wait()
+    (root / names.spare(0)).write_bytes(bytes(2 << 20))
+    return root
+
+
+def places(root: Path) -> dict[str, Path]:
+    """Every file and directory that a run or a command touches in such a root, or would make."""
+    attempt = Catalog(root).manifest(2).attempt
+    step, later = root / names.step_dir(2), root / names.step_dir(NEXT)
+    return {
+        "lock": root / names.lock(0),
+        "lock of another rank": root / names.lock(1),
+        "spare": root / names.spare(0),
+        "unfinished spare": root / f"{names.spare(0)}.0123abcd.partial",
+        "events": root / "events",
+        "events of the run": next((root / "events").iterdir()),
+        "latest": root / names.LATEST,
+        "unfinished latest": root / f"{names.LATEST}.0123abcd.partial",
+        "label": root / "best",
+        "file of the label": root / "best" / names.LABEL,
+        "unfinished label": root / names.label_partial(2, attempt),
+        "label of the next save": root / "next",
+        "step": step,
+        "step to be saved": later,
+        "manifest": step / names.MANIFEST,
+        "damaged manifest": step / names.damaged_manifest(),
+        "pruned manifest": step / names.pruned_manifest(),
+        "seal": step / names.seal(0, attempt),
+        "segment": step / names.segment(0, attempt),
+        "label of a step": root / names.step_dir(1) / names.LABEL,
+        "leftover of a dead run": step / f"{names.segment(0, 'ffffffff')}.0123abcd.partial",
+    }
+
+
+PLACES = [
+    "lock", "lock of another rank", "spare", "unfinished spare", "events", "events of the run", "latest",
+    "unfinished latest", "label", "file of the label", "unfinished label", "label of the next save", "step",
+    "step to be saved", "manifest", "damaged manifest", "pruned manifest", "seal", "segment", "label of a step",
+    "leftover of a dead run",
+]  # fmt: skip
+
+
+def device(path: Path, outside: Path) -> None:
+    try:
+        os.mknod(path, 0o666 | stat.S_IFCHR, os.makedev(1, 3))
+    except PermissionError:
+        pytest.skip("making a device needs root")
+
+
+THINGS: dict[str, Callable[[Path, Path], None]] = {
+    "a link to a file": lambda path, outside: path.symlink_to(outside / "file"),
+    "a link to a directory": lambda path, outside: path.symlink_to(outside / "directory"),
+    "a link to nothing": lambda path, outside: path.symlink_to(outside / "nothing"),
+    "a hard link": lambda path, outside: path.hardlink_to(outside / "file"),
+    "a pipe": lambda path, outside: os.mkfifo(path),
+    "a device": device,
+    "a directory": lambda path, outside: (path / "inside").mkdir(parents=True),
+}
+
+
+def contents(place: Path) -> dict[str, tuple[Any, ...]]:
+    found = {}
+    for path in sorted(place.rglob("*")):
+        about = path.lstat()
+        data = path.read_bytes() if path.is_file() else b""
+        found[str(path.relative_to(place))] = about.st_mode, about.st_mtime_ns, about.st_size, data
+    return found
+
+
+def live(root: Path) -> None:
+    """A run that resumes, saves twice and prunes."""
+    with Checkpointer(root, keep=KeepLast(1), on_error="warn") as checkpointer:
+        with contextlib.suppress(StillframeError):
+            checkpointer.restore(state())
+        for step in (NEXT, NEXT + 1):
+            with contextlib.suppress(StillframeError):
+                label = Label("next", ("weights.pt",), b"x", is_latest=True) if step == NEXT else None
+                checkpointer.save(step, state(), label=label).wait()
+
+
+def look(root: Path) -> None:
+    for command in (survey, examine, histories, load, lambda place: load(place, 2)):
+        with contextlib.suppress(StillframeError):
+            command(root)
+    with contextlib.suppress(StillframeError):
+        prune.prune(Catalog(root), KeepLast(1) | Keep())
+    with contextlib.suppress(StillframeError):
+        prune.remove_leftovers(Catalog(root))
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("thing", THINGS)
+def test_in_the_place_of_every_file(whole: Path, tmp_path: Path, thing: str) -> None:
+    for number, place in enumerate(PLACES):
+        outside = tmp_path / f"outside-{number}"
+        (outside / "directory").mkdir(parents=True)
+        for name in ("file", "directory/rank-00000-0123abcd.safetensors", f"directory/{names.LABEL}"):
+            (outside / name).write_bytes(b"precious")
+        root = Path(shutil.copytree(whole, tmp_path / f"root-{number}"))
+        path = places(root)[place]
+        if path.is_dir():
+            shutil.rmtree(path)
+        path.unlink(missing_ok=True)
+        THINGS[thing](path, outside)
+        before = contents(outside)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            look(root)
+            live(root)
+            look(root)
+        assert contents(outside) == before, f"{thing} in the place of the {place}"
+        shutil.rmtree(root)
+
+
+def test_the_places_are_all_there(whole: Path) -> None:
+    assert list(places(whole)) == PLACES

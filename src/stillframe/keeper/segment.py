@@ -234,9 +234,9 @@ class SegmentWriter:
         Only if it made any: one refused because the step exists must not touch that checkpoint.
         """
         self.close()
+        own = [self._segment_key, self._seal_key] if self._writer is not None else []
         with contextlib.suppress(StorageError):
-            if self._writer is not None:
-                self._store.delete([self._segment_key, self._seal_key])
+            self._store.delete([*own, f"{names.step_dir(self.begin.step)}/"])
         if self.begin.label is not None:
             labels.discard(self.catalog, self.begin.step, self.draft.attempt)
 

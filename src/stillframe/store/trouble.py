@@ -22,7 +22,7 @@ _NOT_OURS = {errno.ELOOP, errno.EISDIR, errno.ENOTDIR, errno.ENXIO}
 def trouble(doing: str, error: OSError) -> StorageError:
     text = f"{doing}: {error.strerror or error}"
     if error.errno == errno.ENOENT:
-        return Missing(f"{text}; something has removed it, or it was never there")
+        return Missing(f"{text}; it was never there, or something removed the directory while it was in use")
     if error.errno in _NOT_OURS:
         return NotOurs(f"{text}; stillframe made no such thing: remove it, or use another root")
     return StorageError(f"{text}; {_HINTS.get(error.errno or 0, 'check the storage, then try again')}")

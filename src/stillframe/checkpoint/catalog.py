@@ -70,7 +70,7 @@ class Catalog:
         return sorted(step for step in found if step is not None)
 
     def dir(self, step: int) -> Path:
-        """Where a step lies, for people."""
+        """The path of a step's directory, for messages."""
         return Path(self.store.where(names.step_dir(step)))
 
     def key(self, step: int, name: str) -> str:
@@ -196,7 +196,7 @@ class Checkpoint:
     """One committed checkpoint, open for reading.  Thread: :meth:`of` is safe from any."""
 
     def __init__(self, catalog: Catalog, step: int) -> None:
-        self.path = Path(catalog.store.where(names.step_dir(step)))
+        self.path = catalog.dir(step)
         self.step = step
         self._catalog = catalog
         self._opening = threading.Lock()

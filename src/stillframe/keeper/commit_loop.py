@@ -31,6 +31,15 @@ def longest_pause_s(crowd: int) -> float:
     return min(_LONGEST_S * max(crowd / _CROWD, 1.0), _CROWDED_S)
 
 
+def or_die(work: Callable[..., None], *arguments: object) -> None:
+    """A bug must not leave a save hanging: the trainer reports a dead keeper, with this traceback."""
+    try:
+        work(*arguments)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(70)
+
+
 class CommitLoop:
     """``settle`` is called once for each, when it is committed or has failed; ``tell`` says who is waited for.
 
@@ -60,7 +69,7 @@ class CommitLoop:
         with self._changed:
             self._pending[save] = commit
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run_or_die, name="stillframe-commit")
+                self._thread = threading.Thread(target=or_die, args=(self._run,), name="stillframe-commit")
                 self._thread.start()
             self._changed.notify()
 
@@ -72,14 +81,6 @@ class CommitLoop:
             self._changed.notify()
         if self._thread is not None:
             self._thread.join()
-
-    def _run_or_die(self) -> None:
-        """A bug must not leave a save hanging: the trainer reports a dead keeper, with this traceback."""
-        try:
-            self._run()
-        except BaseException:
-            traceback.print_exc()
-            os._exit(70)
 
     def _run(self) -> None:
         pause_s, told_s = _FIRST_S, time.monotonic()

@@ -15,8 +15,6 @@ import signal
 import socket
 import threading
 import time
-import traceback
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from stillframe import errors
@@ -27,7 +25,7 @@ from stillframe.format import names
 from stillframe.format.records import Failure
 from stillframe.keeper import labels
 from stillframe.keeper.commit import COORDINATOR, Coordinator, Member, Terms
-from stillframe.keeper.commit_loop import CommitLoop, longest_pause_s
+from stillframe.keeper.commit_loop import CommitLoop, longest_pause_s, or_die
 from stillframe.keeper.journal import Journal
 from stillframe.keeper.retention import Pruner, remove_spares, sweep
 from stillframe.keeper.segment import Fingerprint, SegmentWriter, State, read_draft, report_failure
@@ -164,7 +162,7 @@ class Keeper:
             save = self._saves[message.save]
             save.staged_s, save.state = message.staged_s, State.STAGED
             self._journal.progress()
-            self._finisher.submit(_or_die, self._finish, message.save, save)
+            self._finisher.submit(or_die, self._finish, message.save, save)
         elif isinstance(message, messages.Abandon):
             self._abandon(message.save, message.step, message.kind, message.message)
         elif isinstance(message, messages.Attach):
@@ -293,7 +291,7 @@ class Keeper:
             self._report(step, kind, message)
         elif save.state is State.RECEIVING:
             save.error = save.error or errors.from_record(kind, message)
-            self._finisher.submit(_or_die, self._drop, number, save)
+            self._finisher.submit(or_die, self._drop, number, save)
 
     def _drop(self, number: int, save: SegmentWriter) -> None:
         for each in save.pending:
@@ -340,15 +338,6 @@ class Keeper:
                     return
             except OSError:
                 return
-
-
-def _or_die(work: Callable[[int, SegmentWriter], None], number: int, save: SegmentWriter) -> None:
-    """A bug must not leave a save hanging: the trainer reports a dead keeper, with this traceback."""
-    try:
-        work(number, save)
-    except BaseException:
-        traceback.print_exc()
-        os._exit(70)
 
 
 def main(

@@ -187,7 +187,7 @@ class Coordinator:
         self._teams[rank] = seal.teams
 
     def _check_teams(self) -> None:
-        """Ranks that hold parts of the same tensors agree on which tensors these are; else parts would be missing."""
+        """Ranks that hold boxes of the same tensors agree on which tensors these are; else boxes would be missing."""
         members: dict[str, list[int]] = defaultdict(list)
         teams: dict[tuple[int, str], Team] = {}
         for rank in sorted(self._teams):
@@ -216,7 +216,7 @@ class Coordinator:
         listed = "\n  ".join(lines[:20]) or "they are laid out differently over the ranks"
         return (
             f"{_not_committed(self.save.begin.step)}: {format_ranks([rank])} and {format_ranks(odd)} save "
-            f"different tensors where they should hold parts of the same:\n  {listed}"
+            f"different tensors where they should hold boxes of the same:\n  {listed}"
         )
 
     def _tensors(self, rank: int) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""What lies in a root: each step and its state, whoever holds the root, and what nobody will turn into a checkpoint.
+"""What lies in a root: each step and its state, the keepers at work, and what nobody will turn into a checkpoint.
 
 Looks at names, sizes and manifests; never at data, and a manifest that cannot be read is a finding, not an error.
 """
@@ -66,7 +66,7 @@ class Step:
 class Survey:
     root: Path
     steps: tuple[Step, ...]
-    holders: dict[int, Owner]
+    owners: dict[int, Owner]
     """The keepers at work here, by rank, as far as locks tell."""
     last_words: dict[int, Owner]
     """What the locks' files say of keepers that are gone."""

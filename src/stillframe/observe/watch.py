@@ -13,7 +13,7 @@ from stillframe.errors import StorageError
 from stillframe.format.events import InFlight, Save, decode_lines
 from stillframe.observe.history import RankHistory, in_order, newest
 from stillframe.store import open_store
-from stillframe.store.protocol import Store, read_part
+from stillframe.store.protocol import Store, read_range
 
 _PHASES = ("staging", "flushing", "sealed")
 _LINE_BYTES = 4096
@@ -95,10 +95,10 @@ class Follower:
     def _news(self, store: Store, key: str) -> bytes:
         """The whole lines that are new.  A file is identified by its first line, because rotation renames it."""
         try:
-            first = read_part(store, key, 0, _LINE_BYTES).partition(b"\n")[0]
+            first = read_range(store, key, 0, _LINE_BYTES).partition(b"\n")[0]
             at = self._read.get(first, 0)
             info = store.head(key)
-            data = read_part(store, key, at, max(info.size - at, 0)) if info is not None else b""
+            data = read_range(store, key, at, max(info.size - at, 0)) if info is not None else b""
         except StorageError:
             return b""
         whole = data[: data.rfind(b"\n") + 1]

@@ -409,7 +409,7 @@ def test_what_each_rank_keeps_for_itself_is_compared(sharded: Path) -> None:
     assert {"mine/noise", "mine/noise (rank 1)", "mine/rank", "mine/rank (rank 1)"} <= names
 
 
-def test_parts_that_lie_elsewhere_cannot_be_compared(split: Path) -> None:
+def test_boxes_that_lie_elsewhere_cannot_be_compared(split: Path) -> None:
     assert "did not share" in stillframe("diff", split, 1, 2, code=8)
 
 

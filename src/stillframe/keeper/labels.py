@@ -24,7 +24,7 @@ from stillframe.store.protocol import read_all
 
 
 class _Kept(msgspec.Struct, frozen=True):
-    """What of a label is written down."""
+    """What ``label.json`` in a step's directory holds."""
 
     name: str
     is_latest: bool
@@ -73,7 +73,10 @@ def discard(catalog: Catalog, step: int, attempt: str) -> None:
 
 
 def finish(catalog: Catalog, attempt: str) -> None:
-    """What runs before have left, for rank 0 alone in the root: a label of a committed step appears, others go."""
+    """Deal with labels that earlier runs left unfinished: those of committed steps appear, others are removed.
+
+    For rank 0, which holds the lock of the root.
+    """
     entries = list(catalog.store.list())
     catalog.store.delete([name for name in entries if names.is_unfinished_latest(name)])
     found = [names.parse_label_partial(name.rstrip("/")) for name in entries]

@@ -193,7 +193,7 @@ class Keeper:
         save.pending.append(self._writers.submit(save.guard, save.open))
 
     def _is_again(self, step: int) -> bool:
-        """Whether there is something of the step already; if nobody can tell, there may be."""
+        """Whether the step has files already; also if that cannot be told."""
         try:
             return self._is_alone and self._terms.store.head(names.step_dir(step)) is not None
         except StorageError:
@@ -226,7 +226,7 @@ class Keeper:
             self._commits.add(number, wait_for(save, self._terms, self._lock.is_supported))
 
     def _settle(self, number: int, save: SegmentWriter) -> None:
-        """It is committed, or has failed: the end of it."""
+        """End a save that is committed or has failed: publish its label, prune, tell the trainer."""
         committed_s = None
         if not save.is_counted:
             save.guard(save.publish_label)
@@ -268,7 +268,7 @@ class Keeper:
         return {save.begin.step for save in list(self._saves.values())}
 
     def _tidy(self) -> bool:
-        """What the policy has let go meanwhile; tells whether there may be more."""
+        """Remove what the policy has let go meanwhile; returns whether there may be more."""
         if self._pruner.has_work:
             with contextlib.suppress(StillframeError), self._tidying:
                 self._pruner.tidy()

@@ -40,10 +40,10 @@ from stillframe.keeper.retention import Pruner
 from stillframe.keeper.segment import SegmentWriter
 from stillframe.link import messages
 from stillframe.link.arena import Arena
-from stillframe.link.messages import FromKeeper
+from stillframe.link.messages import FromKeeper, KeeperConfig
 from stillframe.model import CHUNK_BYTES
 from stillframe.retention import KeepLast
-from stillframe.save.keeper_client import KeeperConfig, KeeperProcess
+from stillframe.save.keeper_client import KeeperProcess
 
 PARAMETERS = 170
 PARTS = ("parameter", "exp_avg", "exp_avg_sq")

@@ -16,6 +16,7 @@ import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 from stillframe import errors
 from stillframe.checkpoint.catalog import Catalog
@@ -30,7 +31,7 @@ from stillframe.keeper.journal import Journal
 from stillframe.keeper.retention import Pruner, remove_spares, sweep
 from stillframe.keeper.segment import Fingerprint, SegmentWriter, State, read_draft, report_failure
 from stillframe.link import messages
-from stillframe.link.messages import Channel, FromKeeper, FromTrainer
+from stillframe.link.messages import Channel, FromKeeper, FromTrainer, KeeperConfig
 from stillframe.model import CHUNK_BYTES
 from stillframe.retention import Keep
 from stillframe.store.posix import PosixStore
@@ -340,20 +341,12 @@ class Keeper:
                 return
 
 
-def main(
-    *,
-    root: str,
-    attempt: str,
-    rank: int,
-    world_size: int,
-    keep_last: int | None,
-    keep_every: int | None,
-    is_shared: bool,
-    deadline_s: float,
-    sock: int,
-    trainer: int,
-) -> int:
+def main(*, sock: int, trainer: int, **given: Any) -> int:
+    """``given``: the fields of :class:`KeeperConfig`."""
+    config = KeeperConfig(**given)
     os.nice(_NICE)
     ctypes.CDLL(None).prctl(_PR_SET_NAME, b"stillframe-keep", 0, 0, 0)
-    terms = Terms(PosixStore(root, spare=names.spare(rank)), attempt, world_size, deadline_s)
-    return Keeper(terms, rank, Keep(keep_last, keep_every), is_shared, sock, trainer).run()
+    store = PosixStore(config.root, spare=names.spare(config.rank))
+    terms = Terms(store, config.attempt, config.world_size, config.deadline_s)
+    keep = Keep(config.keep_last, config.keep_every)
+    return Keeper(terms, config.rank, keep, config.is_shared, sock, trainer).run()

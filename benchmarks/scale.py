@@ -33,17 +33,17 @@ from stillframe.format import names
 from stillframe.format.digest import digest
 from stillframe.format.records import SealDraft, Segment, Team, encode_seal, encode_shards, encode_tree
 from stillframe.format.segment import BoxOf, Shard, encode_header
-from stillframe.format.tree import DictNode, Holding, Node, ShardedNode, ValueNode
+from stillframe.format.tree import DictNode, Node, RankBox, ShardedNode, ValueNode
 from stillframe.keeper.commit import Coordinator, Terms
 from stillframe.keeper.commit_loop import CommitLoop, longest_pause_s
 from stillframe.keeper.retention import Pruner
 from stillframe.keeper.segment import SegmentWriter
 from stillframe.link import messages
 from stillframe.link.arena import Arena
-from stillframe.link.messages import FromKeeper
+from stillframe.link.messages import FromKeeper, KeeperConfig
 from stillframe.model import CHUNK_BYTES
 from stillframe.retention import KeepLast
-from stillframe.save.keeper_client import KeeperConfig, KeeperProcess
+from stillframe.save.keeper_client import KeeperProcess
 
 PARAMETERS = 170
 PARTS = ("parameter", "exp_avg", "exp_avg_sq")
@@ -84,8 +84,8 @@ def make_content(rank: int, world_size: int, step: int) -> Content:
     for part in PARTS:
         for key in keys:
             name = f"model/{key}" if part == "parameter" else f"optimizer/state/{key}/{part}"
-            shards.append(Shard(name, "F32", own, at, at + ITEMS * 4, whole=BoxOf(name, whole, offset)))
-            nodes[part].append(ShardedNode(name, "F32", whole, [Holding(rank, offset, own)]))
+            shards.append(Shard(name, "F32", own, at, at + ITEMS * 4, box_of=BoxOf(name, whole, offset)))
+            nodes[part].append(ShardedNode(name, "F32", whole, [RankBox(rank, offset, own)]))
             at += ITEMS * 4
     moments: list[Node] = [
         DictNode(["step", *PARTS[1:]], [ValueNode(0), *(nodes[part][number] for part in PARTS[1:])])

@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Any, Literal
 
 from stillframe.errors import ConfigError, DeadlineError, KeeperError, StillframeError
+from stillframe.link.messages import KeeperConfig
 from stillframe.link.sizing import arena_of
 from stillframe.model import Label, Phase, RestoreReport, Stats, check_choice, check_deadline, check_step
 from stillframe.ranks.agreement import agree_on_attempt, agree_on_next, resolve_root
@@ -24,7 +25,7 @@ from stillframe.restore.resume import Resume
 from stillframe.retention import Keep, check_policy
 from stillframe.save.capture import Planner
 from stillframe.save.fence import Fence, OptimizerFence
-from stillframe.save.keeper_client import KeeperClient, KeeperConfig
+from stillframe.save.keeper_client import KeeperClient
 from stillframe.save.lifetime import Lifetime
 from stillframe.save.saves import Save, Saves
 from stillframe.save.stager import Stager

@@ -56,7 +56,7 @@ def check_label_name(name: object) -> None:
 
 
 def check_step(step: object) -> int:
-    """The step as given, or :class:`ConfigError`; numpy integers count as ints, bools do not."""
+    """The step as an int.  numpy integers count as ints, bools do not.  Raises :class:`ConfigError`."""
     if isinstance(step, bool) or not hasattr(step, "__index__"):
         raise ConfigError(f"step must be an int, not {step!r}")
     number: int = step.__index__()

@@ -193,7 +193,7 @@ def test_show_in_json_has_every_leaf(single: Path) -> None:
 def test_show_knows_the_sharding(sharded: Path) -> None:
     found = {each["path"]: each for each in answer("show", sharded)["entries"]}
     weight = found["model/0.weight"]
-    assert weight["sharding"] == "2 parts by dim 0 on 2 ranks"
+    assert weight["sharding"] == "2 boxes by dim 0 on 2 ranks"
     assert [part["rank"] for part in weight["parts"]] == [0, 1]
     assert weight["bytes"] == 24 * 32 * 4
     assert found["mine/rank"]["value"] == 0
@@ -409,7 +409,7 @@ def test_what_each_rank_keeps_for_itself_is_compared(sharded: Path) -> None:
     assert {"mine/noise", "mine/noise (rank 1)", "mine/rank", "mine/rank (rank 1)"} <= names
 
 
-def test_parts_that_lie_elsewhere_cannot_be_compared(split: Path) -> None:
+def test_boxes_that_lie_elsewhere_cannot_be_compared(split: Path) -> None:
     assert "did not share" in stillframe("diff", split, 1, 2, code=8)
 
 

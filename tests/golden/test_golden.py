@@ -20,10 +20,10 @@ from stillframe.format.segment import BoxOf, Shard, encode_header
 from stillframe.format.tree import (
     ArrayNode,
     DictNode,
-    Holding,
     LeafNode,
     ListNode,
     ObjectNode,
+    RankBox,
     ShardedNode,
     TensorNode,
     TupleNode,
@@ -117,7 +117,7 @@ TREE = DictNode(
         ObjectNode("torch.nn.Linear", DictNode(["w"], [TensorNode(0)], is_ordered=True)),
         ListNode([TensorNode(1), TensorNode(0, View("F32", (3,), (2,), 1)), ArrayNode(1, "|b1")]),
         LeafNode("point", TupleNode([ValueNode(0)])),
-        ShardedNode("m/w", "F32", (4, 3), [Holding(0, (2, 0), (2, 3))]),
+        ShardedNode("m/w", "F32", (4, 3), [RankBox(0, (2, 0), (2, 3))]),
     ],
 )
 ZEROS = "0" * 32

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stillframe.state.memory import pieces
+from stillframe.state.memory import row_slices
 from tests.property.exact import exact, tensor_bytes
 from tests.property.states import RoundTrip, examples, filled, round_trips
 
@@ -213,7 +213,7 @@ def cuts(draw: st.DrawFn) -> tuple[torch.Tensor, int, int]:
 def test_pieces_end_to_end_are_the_flattened_slice(cut: tuple[torch.Tensor, int, int]) -> None:
     tensor, start, count = cut
     item = tensor.element_size()
-    joined = b"".join(map(tensor_bytes, pieces(tensor, start, count)))
+    joined = b"".join(map(tensor_bytes, row_slices(tensor, start, count)))
     assert joined == tensor_bytes(tensor)[start * item : (start + count) * item]
 
 
@@ -221,7 +221,7 @@ def test_pieces_end_to_end_are_the_flattened_slice(cut: tuple[torch.Tensor, int,
 @given(cut=cuts())
 def test_pieces_are_views_and_few(cut: tuple[torch.Tensor, int, int]) -> None:
     tensor, start, count = cut
-    made = list(pieces(tensor, start, count))
+    made = list(row_slices(tensor, start, count))
     assert all(piece.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr() for piece in made)
     assert len(made) <= max(2 * tensor.dim(), 1)
 
@@ -234,6 +234,6 @@ def test_cutting_anywhere_changes_nothing(data: st.DataObject) -> None:
     joined = b"".join(
         tensor_bytes(piece)
         for start, end in zip([0, *marks], [*marks, tensor.numel()], strict=True)
-        for piece in pieces(tensor, start, end - start)
+        for piece in row_slices(tensor, start, end - start)
     )
     assert joined == tensor_bytes(tensor)

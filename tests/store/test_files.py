@@ -19,7 +19,7 @@ from stillframe.store.blob import aligned_buffer
 from stillframe.store.calls import Calls
 from stillframe.store.lock import FileLock, NoLocks
 from stillframe.store.posix import PosixStore
-from stillframe.store.protocol import Missing, NotOurs, read_all, read_part
+from stillframe.store.protocol import Missing, NotOurs, read_all, read_range
 from tests.support import start_child
 
 SIZES = [0, 1, 4095, 4096, 4097, 3 * 4096 - 1, 3 * 4096, 1 << 20, (1 << 20) + 1]
@@ -49,7 +49,7 @@ def test_a_blob_of_any_size_has_exactly_the_bytes_written(store: PosixStore, siz
     for at in sorted(range(0, size, BLOCK_BYTES), key=lambda at: at % (3 * BLOCK_BYTES)):
         writer.write_at(memoryview(blocks)[at : at + BLOCK_BYTES], at)
     writer.finish()
-    assert read_part(store, "a/blob", 0, size + 10) == data
+    assert read_range(store, "a/blob", 0, size + 10) == data
     into = aligned_buffer(size + BLOCK_BYTES)
     assert store.read("a/blob", 0, memoryview(into)) == size
     assert into[:size] == data
@@ -89,7 +89,7 @@ def test_a_refused_read_leaves_no_descriptor_open(store: PosixStore) -> None:
     before = len(os.listdir("/proc/self/fd"))
     for key in ("a", "a/b/c", "nothing", "a/nothing"):
         with pytest.raises(StorageError):
-            read_part(store, key, 0, 10)
+            read_range(store, key, 0, 10)
     assert len(os.listdir("/proc/self/fd")) == before
 
 

@@ -17,7 +17,7 @@ from stillframe.format import names, records
 from stillframe.format.digest import digest
 from stillframe.format.records import Failure, SealDraft, Team
 from stillframe.format.segment import encode_header
-from stillframe.format.tree import DictNode, Holding, ShardedNode
+from stillframe.format.tree import DictNode, RankBox, ShardedNode
 from stillframe.keeper.commit import Coordinator, Member, Terms
 from stillframe.keeper.segment import SegmentWriter, report_failure
 from stillframe.link.messages import Begin
@@ -40,7 +40,7 @@ def sealed(
 def unsealed(
     root: Path | PosixStore, rank: int, world_size: int, attempt: str = ATTEMPT, tensors: tuple[str, ...] = ()
 ) -> SegmentWriter:
-    nodes = [ShardedNode(name, "F32", (4,), [Holding(rank, (rank,), (1,))]) for name in tensors]
+    nodes = [ShardedNode(name, "F32", (4,), [RankBox(rank, (rank,), (1,))]) for name in tensors]
     teams = [Team(digest(b"all"), world_size, digest(repr(tensors).encode()))] if tensors else []
     draft = SealDraft(
         STEP, rank, world_size, attempt, records.encode_shards([]),

@@ -36,7 +36,7 @@ def read_error(doing: str, error: StorageError) -> StillframeError:
 class Catalog:
     """The checkpoints in a root.  Holds no state: every call looks at the store.
 
-    ``rank``: of a root that the other ranks do not see, what this one has committed there for itself.
+    ``rank``: in a root that the ranks do not share, the checkpoints that this rank has committed for itself.
     """
 
     def __init__(self, root: str | os.PathLike[str] | Store, rank: int | None = None) -> None:
@@ -70,7 +70,7 @@ class Catalog:
         return sorted(step for step in found if step is not None)
 
     def dir(self, step: int) -> Path:
-        """Where a step lies, for people."""
+        """The path of a step's directory, for messages."""
         return Path(self.store.where(names.step_dir(step)))
 
     def key(self, step: int, name: str) -> str:
@@ -148,14 +148,14 @@ class Catalog:
     def mark_damaged(self, step: int) -> bool:
         """Un-publish a checkpoint whose bytes are wrong, keeping its files for a person to look at.
 
-        Tells whether it could; a root that cannot be written stays as it is.
+        Returns whether it could; a root that cannot be written stays as it is.
         """
         return self.set_aside(step, self.damaged_key(step))
 
     def set_aside(self, step: int, to: str) -> bool:
-        """The manifest has another key, and so the step is no checkpoint.  Tells whether it could.
+        """Move the manifest to another key, so that the step is no checkpoint.  Returns whether it could.
 
-        After a crash in between it has both: it is a checkpoint still.
+        After a crash in between, both keys hold it: the step is still a checkpoint.
         """
         key = self.manifest_key(step)
         try:
@@ -196,7 +196,7 @@ class Checkpoint:
     """One committed checkpoint, open for reading.  Thread: :meth:`of` is safe from any."""
 
     def __init__(self, catalog: Catalog, step: int) -> None:
-        self.path = Path(catalog.store.where(names.step_dir(step)))
+        self.path = catalog.dir(step)
         self.step = step
         self._catalog = catalog
         self._opening = threading.Lock()

@@ -67,7 +67,7 @@ def _change(left: Checkpoint, right: Checkpoint, one: Entry, other: Entry) -> Ch
 def _checksums(checkpoint: Checkpoint, entry: Entry) -> list[tuple[object, ...]]:
     """The checksums of the chunks that hold each box, and its place in them; equal only if the bytes are."""
     if entry.is_sharded and sum(math.prod(box.shape) for box in entry.boxes) < math.prod(entry.shape):
-        raise MismatchError(f"parts of {entry.name!r} are not in {checkpoint.path.parent}: its ranks did not share it")
+        raise MismatchError(f"boxes of {entry.name!r} are not in {checkpoint.path.parent}: its ranks did not share it")
     found: list[tuple[object, ...]] = []
     for box in sorted(entry.boxes, key=lambda box: (box.offset, box.shape)):
         seal = checkpoint.of(box.rank).seal

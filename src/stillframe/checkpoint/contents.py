@@ -66,10 +66,10 @@ class Entry:
             return ""
         ranks = {box.rank for box in self.boxes}
         if len(self.boxes) == 1:
-            return "replicated" if self.boxes[0].shape == self.shape else "part"
+            return "replicated" if self.boxes[0].shape == self.shape else "one box"
         split = [dim for dim in range(len(self.shape)) if len({box.offset[dim] for box in self.boxes}) > 1]
         on = "1 rank" if len(ranks) == 1 else f"{len(ranks)} ranks"
-        return f"{len(self.boxes)} parts by dim {', '.join(map(str, split))} on {on}"
+        return f"{len(self.boxes)} boxes by dim {', '.join(map(str, split))} on {on}"
 
 
 def entries(stored: Stored) -> list[Entry]:

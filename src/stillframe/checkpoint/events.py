@@ -22,7 +22,7 @@ def event_key(rank: int, attempt: str) -> str:
 
 
 def event_files(store: Store) -> dict[tuple[int, str], list[str]]:
-    """The keys of each rank and attempt, older part first."""
+    """The keys of each rank and attempt, the older file first."""
     found: dict[tuple[int, str], list[str]] = {}
     names: list[str] = []
     with contextlib.suppress(StorageError):

@@ -36,6 +36,11 @@ class Owner(msgspec.Struct, frozen=True):
     failure: str = ""
     """Why the last save could not be committed, when no trainer was left to be told."""
 
+    @property
+    def doing(self) -> str:
+        """For people to read."""
+        return "a run is active here" if self.state == "training" else "the run has ended; its keeper still writes"
+
 
 class Life(enum.Enum):
     """What a rank's lock says of its keeper of a given attempt."""

@@ -124,7 +124,7 @@ class Stored:
             for box in self._boxes_in(rank, node.tensor):
                 found.setdefault((box.offset, box.shape), box)
         if any(self._shard_of(box).dtype != node.dtype for box in found.values()):
-            raise FormatError(f"{self.checkpoint.path}: the parts of tensor {node.tensor!r} differ in dtype")
+            raise FormatError(f"{self.checkpoint.path}: the boxes of tensor {node.tensor!r} differ in dtype")
         return list(found.values())
 
     def sources(self, leaf: Located) -> Iterator[list[StoredBox]]:
@@ -147,11 +147,11 @@ class Stored:
         return self.checkpoint.of(box.rank).seal.shards[box.shard]
 
     def _own_boxes(self, node: tree.ShardedNode) -> list[StoredBox]:
-        held = {(part.rank, part.offset, part.shape) for part in node.parts}
+        held = {(box.rank, box.offset, box.shape) for box in node.boxes}
         found: list[StoredBox] = []
-        for rank in sorted({part.rank for part in node.parts}):
+        for rank in sorted({box.rank for box in node.boxes}):
             if rank not in self.checkpoint.ranks:
-                raise FormatError(f"{self.checkpoint.path}: tensor {node.tensor!r} has a part of rank {rank}")
+                raise FormatError(f"{self.checkpoint.path}: tensor {node.tensor!r} has a box of rank {rank}")
             found += [box for box in self._boxes_in(rank, node.tensor) if (rank, box.offset, box.shape) in held]
         return found
 
@@ -159,8 +159,8 @@ class Stored:
         if rank not in self._indexes:
             index: dict[str, list[StoredBox]] = defaultdict(list)
             for number, shard in enumerate(self.checkpoint.of(rank).seal.shards):
-                if shard.whole is not None:
-                    index[shard.whole.tensor].append(StoredBox(rank, number, shard.whole.offset, shard.shape))
+                if shard.box_of is not None:
+                    index[shard.box_of.tensor].append(StoredBox(rank, number, shard.box_of.offset, shard.shape))
             self._indexes[rank] = index
         return self._indexes[rank].get(tensor, [])
 

@@ -1,4 +1,4 @@
-"""What lies in a root: each step and its state, whoever holds the root, and what nobody will turn into a checkpoint.
+"""What lies in a root: each step and its state, the keepers at work, and what nobody will turn into a checkpoint.
 
 Looks at names, sizes and manifests; never at data, and a manifest that cannot be read is a finding, not an error.
 """
@@ -66,7 +66,7 @@ class Step:
 class Survey:
     root: Path
     steps: tuple[Step, ...]
-    holders: dict[int, Owner]
+    owners: dict[int, Owner]
     """The keepers at work here, by rank, as far as locks tell."""
     last_words: dict[int, Owner]
     """What the locks' files say of keepers that are gone."""
@@ -165,7 +165,8 @@ def open_checkpoint(root: str | os.PathLike[str], step: int | None = None, rank:
         if rank is None or catalog.rank is None or catalog.rank == rank:
             return catalog.open(step)
     if found:
-        raise NotFoundError(f"step {step} of rank {rank} is not in {path}; there is {format_ranks(_own(found))}'s")
+        own = format_ranks(catalog.rank for catalog in found if catalog.rank is not None)
+        raise NotFoundError(f"step {step} of rank {rank} is not in {path}; there is {own}'s")
     here = None if step is None else look(Catalog(path), step)
     if here is not None and here.state == "damaged":
         raise IntegrityError(f"step {step} in {path} is no checkpoint any more: {here.reason}")
@@ -181,10 +182,6 @@ def _nearest(path: Path, step: int | None) -> Checkpoint:
         raise NotFoundError(f"there is no checkpoint in {path}")
     nearest = min(known, key=lambda each: abs(each - step))
     raise NotFoundError(f"step {step} is not a checkpoint in {path}; the nearest is step {nearest}")
-
-
-def _own(found: list[Catalog]) -> list[int]:
-    return [catalog.rank for catalog in found if catalog.rank is not None]
 
 
 def look(catalog: Catalog, step: int) -> Step | None:
@@ -213,7 +210,8 @@ def _look(catalog: Catalog, step: int) -> Step | None:
     sealed = tuple(sorted({file.rank for file in files if file.rank is not None and file.name.endswith(".seal.json")}))
     if any(each is not None and each.is_damaged for each in manifests):
         return Step(step, "damaged", None, sealed, size, files, "it was found damaged, and withdrawn")
-    if any(file.rank is not None and _is_alive(store, file) for file in files):
+    own = {(file.rank, file.attempt) for file in files if file.rank is not None and file.attempt is not None}
+    if any(life_of(store, rank, attempt) is Life.ALIVE for rank, attempt in own):
         return Step(step, "in progress", None, sealed, size, files)
     return Step(step, "incomplete", None, sealed, size, files, "no run is working on it any more")
 
@@ -226,12 +224,6 @@ def _files(found: dict[str, Info]) -> Iterator[StepFile]:
             yield StepFile(name, info.size, file.rank, file.attempt)
         elif names.parse_manifest(name) is not None:
             yield StepFile(name, info.size, None, None)
-
-
-def _is_alive(store: Store, file: StepFile) -> bool:
-    assert file.rank is not None
-    assert file.attempt is not None
-    return life_of(store, file.rank, file.attempt) is Life.ALIVE
 
 
 def _committed(published: list[Catalog], step: int, files: tuple[StepFile, ...], found: dict[str, Info]) -> Step | None:

@@ -12,7 +12,7 @@ from stillframe.checkpoint.read import check_header, read_chunks
 from stillframe.errors import IntegrityError
 
 _RANKS_AT_ONCE = 16
-"""Their seals and files are held open together."""
+"""Their seals are in memory together."""
 
 
 @dataclass(frozen=True, slots=True)

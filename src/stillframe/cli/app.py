@@ -10,7 +10,6 @@ import importlib
 import io
 import keyword
 import os
-import resource
 import signal
 import sys
 from collections.abc import Callable, Iterable
@@ -66,7 +65,6 @@ def _options(
 
 def main() -> None:
     """Run the command that ``sys.argv`` names.  Never returns."""
-    _raise_file_limit()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a terminal may lack a character
             stream.reconfigure(errors="backslashreplace")
@@ -87,10 +85,3 @@ def _exit(message: str, code: int) -> None:
         sys.stderr.write("\n".join(["stillframe: " + next(lines, ""), *lines]) + "\n")
         sys.stdout.flush()
     sys.exit(code)
-
-
-def _raise_file_limit() -> None:
-    """Merging the tensors of thousands of ranks keeps thousands of files open."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 1 << 20)), hard))

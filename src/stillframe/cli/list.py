@@ -24,7 +24,7 @@ def command(root: Root, json: Json = False) -> None:
         output.print_json(
             {
                 "root": found.root, "latest": found.latest, "steps": [_json(each) for each in found.steps],
-                "writers": [{"rank": rank, **msgspec.structs.asdict(each)} for rank, each in found.holders.items()],
+                "writers": [{"rank": rank, **msgspec.structs.asdict(each)} for rank, each in found.owners.items()],
             }
         )  # fmt: skip
     else:
@@ -51,10 +51,9 @@ def _print(found: Survey) -> None:
     for each in found.steps:
         if note := _note(each):
             output.say(f"step {each.step}: {note}")
-    for rank, holder in list(found.holders.items())[:1]:
-        more = f" (and {len(found.holders) - 1} more ranks)" if len(found.holders) > 1 else ""
-        what = "a run is active here" if holder.state == "training" else "the run has ended; its keeper still writes"
-        output.say(f"{what}: rank {rank}, process {holder.pid} on {holder.host}{more}")
+    for rank, owner in list(found.owners.items())[:1]:
+        more = f" (and {len(found.owners) - 1} more ranks)" if len(found.owners) > 1 else ""
+        output.say(f"{owner.doing}: rank {rank}, process {owner.pid} on {owner.host}{more}")
 
 
 def _row(each: Step, is_newest: bool) -> list[str]:

@@ -38,7 +38,9 @@ def command(
     Example: stillframe prune runs/gpt --keep-last 3 --keep-every 1000 --dry-run
     """
     if keep_last is None and keep_every is None and not leftovers:
-        raise ConfigError("say what to keep: --keep-last N, --keep-every K or both; or remove --leftovers")
+        raise ConfigError(
+            "say what to keep: --keep-last N, --keep-every K or both; --leftovers alone removes no checkpoint"
+        )
     keep = Keep()
     if keep_last is not None:
         keep = keep | KeepLast(keep_last)

@@ -78,10 +78,10 @@ def _json(each: Entry) -> dict[str, object]:
     found: dict[str, object] = {"path": each.name, "kind": each.kind}
     if each.kind == "value":
         return found | {"value": each.value}
-    parts = [{"rank": part.rank, "offset": part.offset, "shape": part.shape} for part in each.boxes]
+    boxes = [{"rank": box.rank, "offset": box.offset, "shape": box.shape} for box in each.boxes]
     return found | {
         "dtype": each.dtype, "shape": each.shape, "bytes": each.bytes, "tied_to": each.tied_to or None,
-        "sharding": each.sharding or None, "parts": parts,
+        "sharding": each.sharding or None, "parts": boxes,
     }  # fmt: skip
 
 

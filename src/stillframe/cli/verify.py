@@ -48,7 +48,7 @@ def command(
         try:
             verdicts.append(_verify(path, each))
         except NotFoundError:
-            if not every or _exists(path, each):
+            if not every or each in Catalog(path).step_dirs():
                 raise  # otherwise retention removed it in the meantime
         else:
             if not json:
@@ -67,10 +67,6 @@ def command(
         sys.exit(DAMAGED)
     if newer:
         raise VersionError(f"not verified: {newer[-1].reason}")
-
-
-def _exists(root: Path, step: int | None) -> bool:
-    return step in Catalog(root).step_dirs()
 
 
 def _verify(root: Path, step: int | None) -> Verdict:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from stillframe.units import MIB
 
 VERSION = 2
-"""What is written; everything from 1 on is read.  Version 2 has tensors whose parts lie in several segments."""
+"""What is written; everything from 1 on is read.  Version 2 has tensors whose boxes lie in several segments."""
 MAX_HEADER_BYTES = 100_000_000
 """safetensors' own limit."""
 MAX_SEAL_BYTES = 128 * MIB

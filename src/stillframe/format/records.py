@@ -77,7 +77,7 @@ class _Peek(msgspec.Struct, frozen=True):
 
 
 class Segment(_Record, frozen=True):
-    """How a segment's bytes are cut and what each piece must hash to."""
+    """How a segment's bytes are divided into chunks, and the digest of each."""
 
     file: str
     bytes: int
@@ -94,7 +94,7 @@ class Segment(_Record, frozen=True):
 
 
 class Team(_Record, frozen=True):
-    """Ranks that hold parts of the same tensors, and a digest of which tensors: all of them must seal the same.
+    """Ranks that hold boxes of the same tensors, and a digest of these tensors: every rank must seal the same digest.
 
     ``ranks`` is a digest of the ranks' numbers; there may be thousands.
     """
@@ -141,7 +141,7 @@ class Seal(_Record, frozen=True):
 
 
 class RankEntry(_Record, frozen=True):
-    """One rank's part in a manifest."""
+    """What a manifest says of one rank."""
 
     rank: int
     segment: str

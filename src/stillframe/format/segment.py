@@ -58,7 +58,7 @@ class Shard(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     end: int
     device: str = "cpu"
     """Type of the device it was copied from, so that a restore can allocate it there again."""
-    whole: BoxOf | None = None
+    box_of: BoxOf | None = msgspec.field(default=None, name="whole")
     """``None``: it is all there is of this rank's tensor."""
 
     @property
@@ -97,18 +97,18 @@ def check_shards(shards: Sequence[Shard], data_bytes: int) -> None:
             raise FormatError(f"tensor {shard.name!r} has an impossible shape {shard.shape}")
         if shard.start != at or shard.start % item_bytes or shard.nbytes != math.prod(shard.shape) * item_bytes:
             raise FormatError(f"tensor {shard.name!r} does not lie where its shape puts it")
-        if shard.whole is not None:
-            check_box(shard.whole.shape, shard.whole.offset, shard.shape, shard.name)
+        if shard.box_of is not None:
+            check_box(shard.box_of.shape, shard.box_of.offset, shard.shape, shard.name)
         at = shard.end
     if at != data_bytes:
         raise FormatError(f"the tensors take {at} bytes, the data has {data_bytes}")
 
 
-def check_box(whole: Sequence[int], offset: Sequence[int], shape: Sequence[int], name: str) -> None:
-    """The box lies within the tensor; else :class:`FormatError`."""
-    is_inside = len(whole) == len(offset) == len(shape) <= limits.MAX_DIMENSIONS and all(
+def check_box(tensor: Sequence[int], offset: Sequence[int], shape: Sequence[int], name: str) -> None:
+    """The box lies within a tensor of shape ``tensor``; else :class:`FormatError`."""
+    is_inside = len(tensor) == len(offset) == len(shape) <= limits.MAX_DIMENSIONS and all(
         at >= 0 and size >= 0 and at + size <= extent < 1 << 62
-        for at, size, extent in zip(offset, shape, whole, strict=True)
+        for at, size, extent in zip(offset, shape, tensor, strict=True)
     )
     if not is_inside:
-        raise FormatError(f"a part of tensor {name!r} at {tuple(offset)} of shape {tuple(shape)} lies outside of it")
+        raise FormatError(f"a box of tensor {name!r} at {tuple(offset)} of shape {tuple(shape)} lies outside of it")

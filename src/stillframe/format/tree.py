@@ -81,7 +81,7 @@ class TensorNode(_Node, frozen=True, tag="tensor"):
     view: View | None = None
 
 
-class Holding(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class RankBox(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A box of a tensor, and the rank whose segment holds it."""
 
     rank: int
@@ -90,15 +90,15 @@ class Holding(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ShardedNode(_Node, frozen=True, tag="sharded"):
-    """A tensor that is divided into boxes over the ranks, or replicated; ``parts`` make up what this rank held.
+    """A tensor that is divided into boxes over the ranks, or replicated; ``boxes`` make up what this rank held.
 
-    The shards of all seals whose ``whole`` names this ``tensor`` make up the tensor.
+    The shards of all seals whose ``box_of`` names this ``tensor`` make up the tensor.
     """
 
     tensor: str
     dtype: str
     shape: tuple[int, ...]
-    parts: list[Holding]
+    boxes: list[RankBox] = msgspec.field(name="parts")
 
 
 class ArrayNode(_Node, frozen=True, tag="array"):
@@ -182,8 +182,8 @@ def _check_sharded(node: ShardedNode) -> None:
     if node.dtype not in ITEM_BYTES:
         raise FormatError(f"tensor {node.tensor!r} has an unknown dtype {node.dtype!r}")
     check_box(node.shape, (0,) * len(node.shape), node.shape, node.tensor)
-    for part in node.parts:
-        check_box(node.shape, part.offset, part.shape, node.tensor)
+    for box in node.boxes:
+        check_box(node.shape, box.offset, box.shape, node.tensor)
 
 
 def _check_depth(values: Sequence[Any]) -> None:

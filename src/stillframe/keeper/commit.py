@@ -35,7 +35,7 @@ from stillframe.format.records import (
 )
 from stillframe.format.segment import OF_TEAM
 from stillframe.keeper.segment import SegmentWriter
-from stillframe.store.protocol import Missing, Store, read_all, read_part
+from stillframe.store.protocol import Missing, Store, read_all, read_range
 from stillframe.units import format_ranks
 
 COORDINATOR = 0
@@ -170,9 +170,9 @@ class Coordinator:
 
     def _take(self, rank: int, name: str) -> None:
         store, path = self._terms.store, self._terms.store.where(self._key(name))
-        head = read_part(store, self._key(name), 0, HEAD_BYTES[0])
+        head = read_range(store, self._key(name), 0, HEAD_BYTES[0])
         if not has_head(head):
-            head = read_part(store, self._key(name), 0, HEAD_BYTES[1])
+            head = read_range(store, self._key(name), 0, HEAD_BYTES[1])
         seal, known_by = decode_seal_head(head, file=path)
         if (seal.step, seal.rank, seal.attempt) != (self.save.begin.step, rank, self._terms.attempt):
             raise FormatError(f"{path} is the seal of step {seal.step}, rank {seal.rank}")
@@ -187,7 +187,7 @@ class Coordinator:
         self._teams[rank] = seal.teams
 
     def _check_teams(self) -> None:
-        """Ranks that hold parts of the same tensors agree on which tensors these are; else parts would be missing."""
+        """Ranks that hold boxes of the same tensors agree on which tensors these are; else boxes would be missing."""
         members: dict[str, list[int]] = defaultdict(list)
         teams: dict[tuple[int, str], Team] = {}
         for rank in sorted(self._teams):
@@ -216,7 +216,7 @@ class Coordinator:
         listed = "\n  ".join(lines[:20]) or "they are laid out differently over the ranks"
         return (
             f"{_not_committed(self.save.begin.step)}: {format_ranks([rank])} and {format_ranks(odd)} save "
-            f"different tensors where they should hold parts of the same:\n  {listed}"
+            f"different tensors where they should hold boxes of the same:\n  {listed}"
         )
 
     def _tensors(self, rank: int) -> dict[str, str]:
@@ -280,7 +280,7 @@ class Member:
         for key in self._manifests:
             # The attempt stands in its first bytes; there may be megabytes of ranks behind.
             with contextlib.suppress(Missing):
-                if f'"attempt":"{self._terms.attempt}"'.encode() in read_part(self._terms.store, key, 0, _HEAD_BYTES):
+                if f'"attempt":"{self._terms.attempt}"'.encode() in read_range(self._terms.store, key, 0, _HEAD_BYTES):
                     return True
                 step, where = self.save.begin.step, self._terms.store.where()
                 raise ExistsError(f"step {step} was committed by another run in {where}")

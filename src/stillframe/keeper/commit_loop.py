@@ -17,24 +17,33 @@ _CROWD, _CROWDED_S = 64, 5.0
 _SLOWER = 1.5
 _LOAD = 10
 _LONGEST_LOAD_S = 2.0
-"""Looks come less often the longer one waits.  One in vain takes at most a tenth of the time, up to this pause: with
-thousands of ranks it costs more."""
+"""The longer a keeper waits, the less often it looks.  A pause is also at least ten times as long as the look took, or
+this long if that is less."""
 _NEWS_S = 10.0
 _IDLE_S = 0.1
-"""Between two looks whether other ranks have done what tidying up waits for."""
+"""The pause between two looks for other ranks that the removal of old checkpoints waits for."""
 _LINGER_S = 1.0
-"""How long a keeper stays for that when all else is done."""
+"""How long a keeper waits for them when all else is done."""
 
 
 def longest_pause_s(crowd: int) -> float:
-    """Between two looks of one of so many: the more they are, the less often each asks the file system."""
+    """Of a keeper that is one of ``crowd``: the more there are, the less often each asks the file system."""
     return min(_LONGEST_S * max(crowd / _CROWD, 1.0), _CROWDED_S)
 
 
-class CommitLoop:
-    """``settle`` is called once for each, when it is committed or has failed; ``tell`` says who is waited for.
+def or_die(work: Callable[..., None], *arguments: object) -> None:
+    """A bug must not leave a save hanging: the trainer reports a dead keeper, with this traceback."""
+    try:
+        work(*arguments)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(70)
 
-    ``longest_s``: between two looks.
+
+class CommitLoop:
+    """``settle`` is called once for each commit, when it is done or has failed; ``tell`` with the ranks it waits for.
+
+    ``longest_s``: the longest pause between two looks.
     """
 
     def __init__(
@@ -60,7 +69,7 @@ class CommitLoop:
         with self._changed:
             self._pending[save] = commit
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run_or_die, name="stillframe-commit")
+                self._thread = threading.Thread(target=or_die, args=(self._run,), name="stillframe-commit")
                 self._thread.start()
             self._changed.notify()
 
@@ -72,14 +81,6 @@ class CommitLoop:
             self._changed.notify()
         if self._thread is not None:
             self._thread.join()
-
-    def _run_or_die(self) -> None:
-        """A bug must not leave a save hanging: the trainer reports a dead keeper, with this traceback."""
-        try:
-            self._run()
-        except BaseException:
-            traceback.print_exc()
-            os._exit(70)
 
     def _run(self) -> None:
         pause_s, told_s = _FIRST_S, time.monotonic()
@@ -103,7 +104,7 @@ class CommitLoop:
             if not pending:
                 continue
             if any(has_settled) or sum(len(commit.awaited) for _, commit in pending) < before:
-                pause_s = wait_s = _FIRST_S  # it was no look in vain: more is coming
+                pause_s = wait_s = _FIRST_S  # this look found something: more is coming
             else:
                 pause_s = min(pause_s * _SLOWER, self._longest_s)
                 wait_s = max(pause_s, min(took_s * _LOAD, _LONGEST_LOAD_S))

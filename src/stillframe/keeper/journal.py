@@ -37,7 +37,7 @@ class Journal:
     def __init__(self, terms: Terms, rank: int, keep: Keep, saves: Callable[[], Sequence[SegmentWriter]]) -> None:
         self._terms = terms
         self._rank = rank
-        self._run = events.KeeperStarted(
+        self._started = events.KeeperStarted(
             time.time(), rank, terms.world_size, terms.attempt, socket.gethostname(), os.getpid(),
             version.VERSION, keep.last, keep.every,
         )  # fmt: skip
@@ -56,7 +56,7 @@ class Journal:
             with contextlib.suppress(StorageError):
                 forget(store, self._rank, _MAX_ATTEMPTS)
             if isinstance(store, PosixStore):  # only a file can be added to
-                self._log = EventLog(store, event_key(self._rank, self._terms.attempt), self._run)
+                self._log = EventLog(store, event_key(self._rank, self._terms.attempt), self._started)
 
     def _write(self, event: events.Event) -> None:
         if self._log is not None:
@@ -114,9 +114,9 @@ class Journal:
 class EventLog:
     """Where one rank's keeper writes.  Thread: safe from any.  Never raises, and never waits for the storage.
 
-    A thread of its own writes; when very much is waiting for it, more is lost.
+    A thread of its own writes; when its queue is full, further events are dropped.
 
-    ``head``: what every file of the log begins with.
+    ``head``: the event that every file of the log begins with.
     """
 
     def __init__(self, store: PosixStore, key: str, head: events.KeeperStarted) -> None:
@@ -149,7 +149,7 @@ class EventLog:
             info = self._store.head(self._key)
             if info is not None and info.size + len(line) > MAX_BYTES:
                 self._store.rename(self._key, f"{self._key}.1", durable=False)
-            # Its time makes the first line of each file another one: that is what a file can be known by.
+            # The time makes the first line of each file unique: readers identify a file by it.
             line = msgspec.json.encode(msgspec.structs.replace(self._head, at_s=time.time())) + b"\n" + line
         self._bytes = self._store.append(self._key, line)
 

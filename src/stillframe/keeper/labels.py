@@ -24,7 +24,7 @@ from stillframe.store.protocol import read_all
 
 
 class _Kept(msgspec.Struct, frozen=True):
-    """What of a label is written down."""
+    """What ``label.json`` in a step's directory holds."""
 
     name: str
     is_latest: bool
@@ -52,16 +52,12 @@ def write(catalog: Catalog, step: int, attempt: str, label: Label, decides: bool
         store.put(catalog.key(step, names.LABEL), msgspec.json.encode(kept))
 
 
-def publish(catalog: Catalog, step: int, attempt: str, label: Label) -> None:
+def publish(catalog: Catalog, step: int, attempt: str, label: Label | _Kept) -> None:
     """The step is committed: let the label appear.  For the keeper that commits.  Raises :class:`StorageError`."""
-    _publish(catalog, step, attempt, _Kept(label.name, label.is_latest))
-
-
-def _publish(catalog: Catalog, step: int, attempt: str, kept: _Kept) -> None:
     assert isinstance(catalog.store, PosixStore)
-    if kept.is_latest:  # first: what a crash prevents from here on, the next run finishes
-        catalog.store.put(names.LATEST, kept.name.encode())
-    catalog.store.rename(names.label_partial(step, attempt), kept.name)
+    if label.is_latest:  # first: what a crash prevents from here on, the next run finishes
+        catalog.store.put(names.LATEST, label.name.encode())
+    catalog.store.rename(names.label_partial(step, attempt), label.name)
 
 
 def discard(catalog: Catalog, step: int, attempt: str) -> None:
@@ -73,7 +69,10 @@ def discard(catalog: Catalog, step: int, attempt: str) -> None:
 
 
 def finish(catalog: Catalog, attempt: str) -> None:
-    """What runs before have left, for rank 0 alone in the root: a label of a committed step appears, others go."""
+    """Deal with labels that earlier runs left unfinished: those of committed steps appear, others are removed.
+
+    For rank 0, which holds the lock of the root.
+    """
     entries = list(catalog.store.list())
     catalog.store.delete([name for name in entries if names.is_unfinished_latest(name)])
     found = [names.parse_label_partial(name.rstrip("/")) for name in entries]
@@ -81,7 +80,7 @@ def finish(catalog: Catalog, attempt: str) -> None:
         kept = _kept(catalog, step)
         if kept is not None and _attempt_of(catalog, step) == its_attempt:
             with contextlib.suppress(StorageError):
-                _publish(catalog, step, its_attempt, kept)
+                publish(catalog, step, its_attempt, kept)
         else:
             discard(catalog, step, its_attempt)
 

@@ -15,9 +15,8 @@ import signal
 import socket
 import threading
 import time
-import traceback
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 from stillframe import errors
 from stillframe.checkpoint.catalog import Catalog
@@ -27,12 +26,12 @@ from stillframe.format import names
 from stillframe.format.records import Failure
 from stillframe.keeper import labels
 from stillframe.keeper.commit import COORDINATOR, Coordinator, Member, Terms
-from stillframe.keeper.commit_loop import CommitLoop, longest_pause_s
+from stillframe.keeper.commit_loop import CommitLoop, longest_pause_s, or_die
 from stillframe.keeper.journal import Journal
 from stillframe.keeper.retention import Pruner, remove_spares, sweep
 from stillframe.keeper.segment import Fingerprint, SegmentWriter, State, read_draft, report_failure
 from stillframe.link import messages
-from stillframe.link.messages import Channel, FromKeeper, FromTrainer
+from stillframe.link.messages import Channel, FromKeeper, FromTrainer, KeeperConfig
 from stillframe.model import CHUNK_BYTES
 from stillframe.retention import Keep
 from stillframe.store.posix import PosixStore
@@ -164,7 +163,7 @@ class Keeper:
             save = self._saves[message.save]
             save.staged_s, save.state = message.staged_s, State.STAGED
             self._journal.progress()
-            self._finisher.submit(_or_die, self._finish, message.save, save)
+            self._finisher.submit(or_die, self._finish, message.save, save)
         elif isinstance(message, messages.Abandon):
             self._abandon(message.save, message.step, message.kind, message.message)
         elif isinstance(message, messages.Attach):
@@ -195,7 +194,7 @@ class Keeper:
         save.pending.append(self._writers.submit(save.guard, save.open))
 
     def _is_again(self, step: int) -> bool:
-        """Whether there is something of the step already; if nobody can tell, there may be."""
+        """Whether the step has files already; also if that cannot be told."""
         try:
             return self._is_alone and self._terms.store.head(names.step_dir(step)) is not None
         except StorageError:
@@ -228,7 +227,7 @@ class Keeper:
             self._commits.add(number, wait_for(save, self._terms, self._lock.is_supported))
 
     def _settle(self, number: int, save: SegmentWriter) -> None:
-        """It is committed, or has failed: the end of it."""
+        """End a save that is committed or has failed: publish its label, prune, tell the trainer."""
         committed_s = None
         if not save.is_counted:
             save.guard(save.publish_label)
@@ -270,7 +269,7 @@ class Keeper:
         return {save.begin.step for save in list(self._saves.values())}
 
     def _tidy(self) -> bool:
-        """What the policy has let go meanwhile; tells whether there may be more."""
+        """Remove what the policy has let go meanwhile; returns whether there may be more."""
         if self._pruner.has_work:
             with contextlib.suppress(StillframeError), self._tidying:
                 self._pruner.tidy()
@@ -293,7 +292,7 @@ class Keeper:
             self._report(step, kind, message)
         elif save.state is State.RECEIVING:
             save.error = save.error or errors.from_record(kind, message)
-            self._finisher.submit(_or_die, self._drop, number, save)
+            self._finisher.submit(or_die, self._drop, number, save)
 
     def _drop(self, number: int, save: SegmentWriter) -> None:
         for each in save.pending:
@@ -342,29 +341,12 @@ class Keeper:
                 return
 
 
-def _or_die(work: Callable[[int, SegmentWriter], None], number: int, save: SegmentWriter) -> None:
-    """A bug must not leave a save hanging: the trainer reports a dead keeper, with this traceback."""
-    try:
-        work(number, save)
-    except BaseException:
-        traceback.print_exc()
-        os._exit(70)
-
-
-def main(
-    *,
-    root: str,
-    attempt: str,
-    rank: int,
-    world_size: int,
-    keep_last: int | None,
-    keep_every: int | None,
-    is_shared: bool,
-    deadline_s: float,
-    sock: int,
-    trainer: int,
-) -> int:
+def main(*, sock: int, trainer: int, **given: Any) -> int:
+    """``given``: the fields of :class:`KeeperConfig`."""
+    config = KeeperConfig(**given)
     os.nice(_NICE)
     ctypes.CDLL(None).prctl(_PR_SET_NAME, b"stillframe-keep", 0, 0, 0)
-    terms = Terms(PosixStore(root, spare=names.spare(rank)), attempt, world_size, deadline_s)
-    return Keeper(terms, rank, Keep(keep_last, keep_every), is_shared, sock, trainer).run()
+    store = PosixStore(config.root, spare=names.spare(config.rank))
+    terms = Terms(store, config.attempt, config.world_size, config.deadline_s)
+    keep = Keep(config.keep_last, config.keep_every)
+    return Keeper(terms, config.rank, keep, config.is_shared, sock, trainer).run()

@@ -54,7 +54,7 @@ class Pruner:
 
     @property
     def has_work(self) -> bool:
-        """Something is to go that has to wait for another rank."""
+        """Something is to be removed, but another rank has to act first."""
         if self._decides:
             return bool(self._left)
         return self._keep != Keep() and bool(self._own - self._keep.keeps(self._own))
@@ -209,8 +209,8 @@ def _is_verdict(name: str) -> bool:
 
 
 def remove_spares(catalog: Catalog, rank: int, world_size: int) -> None:
-    """What a killed keeper of this rank was setting aside; for rank 0 also the spares of ranks that an earlier, larger
-    run had.  Raises :class:`StorageError`."""
+    """Remove what a killed keeper of this rank was setting aside; on rank 0 also the spares of ranks that only an
+    earlier, larger run had.  Raises :class:`StorageError`."""
     for name in catalog.store.list():
         whose, is_unfinished = names.parse_spare(name) or (-1, False)
         is_nobodys = rank == 0 and whose >= world_size and not is_held(catalog.store, whose)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import array
 import socket
+from dataclasses import dataclass
 from typing import Generic, TypeVar, Union
 
 import msgspec
@@ -32,6 +33,22 @@ class Telemetry(msgspec.Struct, frozen=True, array_like=True):
     stage_begin_s: float | None = None
     updates: Updates = ()
     """Since the save before."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeeperConfig:
+    """All that a keeper is told at its start."""
+
+    root: str
+    attempt: str
+    rank: int
+    world_size: int
+    keep_last: int | None
+    keep_every: int | None
+    is_shared: bool = True
+    """All ranks see this root; else each commits for itself there."""
+    deadline_s: float = 600.0
+    """How long rank 0 waits for the seals of the others."""
 
 
 class _Message(msgspec.Struct, frozen=True, tag=True, array_like=True):

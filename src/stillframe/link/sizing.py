@@ -9,12 +9,12 @@ from stillframe.errors import ConfigError, StorageError
 from stillframe.link.arena import Arena
 from stillframe.model import CHUNK_BYTES
 from stillframe.store import files
-from stillframe.units import format_bytes, parse_bytes
+from stillframe.units import format_bytes, parse_bytes, round_up
 
 logger = logging.getLogger("stillframe")
 
 _AUTO_SHARE = 0.5
-"""``arena="auto"`` takes at most this part of the memory available."""
+"""``arena="auto"`` takes at most this fraction of the memory available."""
 _SPARE_SPANS = 2
 
 
@@ -41,7 +41,7 @@ def auto_arena(state_bytes: int, most: int | None = None) -> Arena:
 
     If memory is short, half of what is available, with a warning.
     """
-    wanted = (-(-state_bytes // CHUNK_BYTES) + _SPARE_SPANS) * CHUNK_BYTES
+    wanted = round_up(state_bytes, CHUNK_BYTES) + _SPARE_SPANS * CHUNK_BYTES
     if most is not None:
         wanted = min(wanted, max(most, 2 * CHUNK_BYTES))
     room = int(memory_available_bytes() * _AUTO_SHARE)

@@ -58,10 +58,10 @@ def _leftovers(found: Survey) -> list[Finding]:
         what = f"{count} never committed (steps {steps}): {_size(incomplete)} of files"
         findings.append(Finding("problem", what, f"the next run in this root removes them; or now: {prune}"))
     for each in found.with_state("in progress"):
-        lagging = [rank for rank in found.holders if rank not in each.here]
+        lagging = [rank for rank in found.owners if rank not in each.here]
         late = f"; not sealed yet by {format_ranks(lagging)}" if lagging and each.here else ""
         findings.append(Finding("note", f"step {each.step} is being saved now{late}"))
-    if found.holders:
+    if found.owners:
         return findings
     strays = [
         file
@@ -85,15 +85,14 @@ def _size(steps: list[Step]) -> str:
 
 def _writers(found: Survey) -> list[Finding]:
     findings = []
-    if found.holders:
-        rank, holder = next(iter(found.holders.items()))
-        what = "a run is active here" if holder.state == "training" else "the run has ended; its keeper still writes"
-        who = f"{format_ranks(found.holders)}; the keeper of rank {rank} is process {holder.pid} on {holder.host}"
-        findings.append(Finding("note", f"{what}: {who}"))
-    for rank, holder in {**found.last_words, **found.holders}.items():
-        if holder.failure:
+    if found.owners:
+        rank, owner = next(iter(found.owners.items()))
+        who = f"{format_ranks(found.owners)}; the keeper of rank {rank} is process {owner.pid} on {owner.host}"
+        findings.append(Finding("note", f"{owner.doing}: {who}"))
+    for rank, owner in {**found.last_words, **found.owners}.items():
+        if owner.failure:
             todo = "remove the cause; the next run reports this failure as well"
-            findings.append(Finding("problem", f"the last save of rank {rank} failed: {holder.failure}", todo))
+            findings.append(Finding("problem", f"the last save of rank {rank} failed: {owner.failure}", todo))
     return findings
 
 

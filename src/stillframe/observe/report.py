@@ -206,7 +206,7 @@ def _failures(found: Survey, every: Sequence[RankHistory]) -> list[str]:
         for restore in each.restores:
             cause = "a restore found it damaged and took an older one"
             rows += [[str(step), rank, format_time(restore.at_s), cause] for step in restore.passed_over]
-        if each.end is None and each.progress is not None and each.rank not in found.holders:
+        if each.end is None and each.progress is not None and each.rank not in found.owners:
             cause, when = "the keeper was killed during the save", format_time(each.progress.at_s)
             rows += [[str(in_flight.step), rank, when, cause] for in_flight in each.progress.saves]
     rows += [[str(each.step), "", "", each.reason] for each in found.with_state("damaged", "newer format")]

@@ -13,7 +13,7 @@ from stillframe.errors import StorageError
 from stillframe.format.events import InFlight, Save, decode_lines
 from stillframe.observe.history import RankHistory, in_order, newest
 from stillframe.store import open_store
-from stillframe.store.protocol import Store, read_part
+from stillframe.store.protocol import Store, read_range
 
 _PHASES = ("staging", "flushing", "sealed")
 _LINE_BYTES = 4096
@@ -95,10 +95,10 @@ class Follower:
     def _news(self, store: Store, key: str) -> bytes:
         """The whole lines that are new.  A file is identified by its first line, because rotation renames it."""
         try:
-            first = read_part(store, key, 0, _LINE_BYTES).partition(b"\n")[0]
+            first = read_range(store, key, 0, _LINE_BYTES).partition(b"\n")[0]
             at = self._read.get(first, 0)
             info = store.head(key)
-            data = read_part(store, key, at, max(info.size - at, 0)) if info is not None else b""
+            data = read_range(store, key, at, max(info.size - at, 0)) if info is not None else b""
         except StorageError:
             return b""
         whole = data[: data.rfind(b"\n") + 1]
@@ -107,24 +107,24 @@ class Follower:
         return whole
 
     def _frame(self, found: Survey, now_s: float) -> Frame:
-        holder = next(iter(found.holders.values()), None)
+        owner = next(iter(found.owners.values()), None)
         ranks = in_order(self._histories.values())
-        ranks = newest(ranks) if holder is None else [each for each in ranks if each.attempt == holder.attempt]
+        ranks = newest(ranks) if owner is None else [each for each in ranks if each.attempt == owner.attempt]
         world_size = max((each.started.world_size for each in ranks if each.started), default=0)
         moving = self._moving(found, ranks, world_size, now_s)
         steps = [each.step for each in moving] + [save.step for each in ranks for save in each.saves]
         arenas = [(each.progress.arena_used_bytes, each.progress.arena_bytes) for each in ranks if each.progress]
         arena_used_bytes, arena_bytes = max(arenas, default=(0, 0))
         last = _last_commit(ranks)
-        is_running = holder is not None and holder.state == "training"
+        is_running = owner is not None and owner.state == "training"
         return Frame(
             at_s=now_s,
             root=found.root,
             is_running=is_running,
-            state=holder.state if holder else "ended",
+            state=owner.state if owner else "ended",
             world_size=world_size,
             is_closed=all(each.end is not None and each.end.is_closed for each in ranks),
-            alive=len(found.holders),
+            alive=len(found.owners),
             step=max(steps, default=None),
             moving=moving,
             committed=found.latest,
@@ -140,7 +140,7 @@ class Follower:
 
     def _moving(self, found: Survey, ranks: list[RankHistory], world_size: int, now_s: float) -> tuple[Moving, ...]:
         made = []
-        for step, saves in sorted(_in_flight(ranks).items()) if found.holders else ():
+        for step, saves in sorted(_in_flight(ranks).items()) if found.owners else ():
             sealed_by = next((each.here for each in found.steps if each.step == step), ())
             flushed_bytes = sum(save.flushed_bytes for save in saves)
             before_s, before_bytes = self._before.get(step, (now_s, 0))

@@ -52,7 +52,7 @@ class Builder:
         return self._list(located, list if isinstance(node, tree.ListNode) else tuple, path)
 
     def whole(self, located: Located, path: tree.Path = ()) -> Later:
-        """The same where ``only`` is not used."""
+        """As :meth:`build`, for a builder without ``only``: everything is wanted."""
         later = self.build(located, path)
         assert later is not None
         return later

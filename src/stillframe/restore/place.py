@@ -26,7 +26,7 @@ from stillframe.format import tree
 from stillframe.format.segment import Shard
 from stillframe.state.boxes import Box
 from stillframe.state.dtypes import DTYPES
-from stillframe.state.memory import byte_extent, is_plain, pieces
+from stillframe.state.memory import byte_extent, is_plain, row_slices
 from stillframe.state.spread import boxes_of
 from stillframe.state.torch_internals import is_dtensor, local_of
 
@@ -110,11 +110,11 @@ class Placement:
         else:
             raise self._incomplete(leaf)
         for stored, in_shard, in_box, shape in overlaps:
-            part = Box((), shape, in_box).of(into)
+            target = Box((), shape, in_box).of(into)
             first = _flat(in_shard, stored.shape)
             last = _flat([at + size - 1 for at, size in zip(in_shard, shape, strict=True)], stored.shape)
             noted = self._boxes.setdefault((stored.rank, stored.shard), [])
-            noted.append(_ShardBox(in_shard, shape, part, first, last + 1))
+            noted.append(_ShardBox(in_shard, shape, target, first, last + 1))
 
     def _incomplete(self, leaf: Located) -> Exception:
         """Why the boxes of a sharded tensor do not make it up."""
@@ -122,10 +122,10 @@ class Placement:
         checkpoint, name = self._stored.checkpoint, leaf.node.tensor
         if len(checkpoint.ranks) < checkpoint.world_size:
             return MismatchError(
-                f"tensor {name!r} lies elsewhere: roots that are not shared hold each rank's own part, "
+                f"tensor {name!r} lies elsewhere: roots that are not shared hold each rank's own boxes, "
                 "and can be restored only into the layout that was saved"
             )
-        return FormatError(f"{checkpoint.path}: parts of tensor {name!r} overlap, or are in no segment")
+        return FormatError(f"{checkpoint.path}: boxes of tensor {name!r} overlap, or are in no segment")
 
     def conflicts(self) -> list[str]:
         """Live tensors that alias each other but are stored apart: the one that is placed last would win."""
@@ -187,7 +187,7 @@ class Placement:
         return chunks
 
     def _place(self, rank: int, shards: Sequence[int], start: int, end: int, buffer: mmap.mmap) -> None:
-        """Copy one chunk's bytes into every tensor that has a part in them.  Thread: a reading one."""
+        """Copy one chunk's bytes into every tensor that has bytes in it.  Thread: a reading one."""
         memory = torch.frombuffer(buffer, dtype=torch.uint8)
         seal = self._stored.checkpoint.of(rank).seal
         for number in shards:
@@ -244,9 +244,9 @@ def _put(data: torch.Tensor, tensor: torch.Tensor, offset: int) -> None:
     item_bytes = tensor.element_size()
     at = 0
     with torch.no_grad():
-        for piece in pieces(tensor, offset // item_bytes, data.numel() // item_bytes):
-            piece.copy_(data[at : at + piece.nbytes].view(tensor.dtype).view(piece.shape))
-            at += piece.nbytes
+        for rows in row_slices(tensor, offset // item_bytes, data.numel() // item_bytes):
+            rows.copy_(data[at : at + rows.nbytes].view(tensor.dtype).view(rows.shape))
+            at += rows.nbytes
 
 
 def _scatter(data: torch.Tensor, at: int, shape: Sequence[int], offset: Sequence[int], into: torch.Tensor) -> None:

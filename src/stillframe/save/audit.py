@@ -1,6 +1,6 @@
 """Audit: proof, for one save, that nothing it staged lazily changed between ``save()`` and the fence.
 
-Every lazily staged piece is hashed three times: in the live tensors when ``save()`` is called, in the arena when
+Every source of a lazy copy is hashed three times: in the live tensors when ``save()`` is called, in the arena when
 its chunk has been copied, and in the live tensors again when the fence is reached.  All three must be equal.  The
 save counts as staged only after that, so a torn one is never committed; and a change that came by luck after the
 copy is found as well.  ``tensor._version`` would be cheaper but is no guard: fused optimizers do not move it.
@@ -29,7 +29,7 @@ class Audit:
         self._at_save: dict[int, list[str]] = {}
 
     def begin(self) -> None:
-        """Remember what every piece is at ``save()``."""
+        """Remember what every source is at ``save()``."""
         buffer = aligned_buffer(CHUNK_BYTES)
         for chunk in range(len(self._plan.chunks)):
             self._at_save[chunk] = self._live(chunk, buffer)
@@ -57,15 +57,16 @@ class Audit:
         return self._digests(chunk, buffer)
 
     def _compare(self, chunk: int, now: list[str]) -> None:
-        for piece, (before, after) in enumerate(zip(self._at_save[chunk], now, strict=True)):
+        for source, (before, after) in enumerate(zip(self._at_save[chunk], now, strict=True)):
             if before != after:
                 raise TornError(
-                    f"step {self._step}: {self._name(chunk, piece)!r} changed between save() and the fence; "
+                    f"step {self._step}: {self._name(chunk, source)!r} changed between save() and the fence; "
                     "the copy may be torn. Change the state only in optimizer.step(), or inside "
                     "`with checkpointer.fence():`"
                 )
 
-    def _pieces(self, chunk: int) -> list[tuple[int, int]]:
+    def _sources(self, chunk: int) -> list[tuple[int, int]]:
+        """The range of the chunk that each source fills."""
         found: list[tuple[int, int]] = []
         for copy in self._plan.chunks[chunk].copies:
             at = copy.offset
@@ -76,9 +77,9 @@ class Audit:
 
     def _digests(self, chunk: int, buffer: mmap.mmap) -> list[str]:
         with memoryview(buffer) as memory:
-            return [digest(memory[start:end]) for start, end in self._pieces(chunk)]
+            return [digest(memory[start:end]) for start, end in self._sources(chunk)]
 
-    def _name(self, chunk: int, piece: int) -> str:
-        at = chunk * CHUNK_BYTES + self._pieces(chunk)[piece][0]
+    def _name(self, chunk: int, source: int) -> str:
+        at = chunk * CHUNK_BYTES + self._sources(chunk)[source][0]
         starts = [shard.start for shard in self._plan.shards]
         return self._plan.shards[bisect.bisect_right(starts, at) - 1].name

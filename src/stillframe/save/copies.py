@@ -13,11 +13,11 @@ from stillframe.format.tree import View
 from stillframe.model import CHUNK_BYTES
 from stillframe.save.device import Device
 from stillframe.state.boxes import Box
-from stillframe.state.memory import as_bytes, as_row, is_byte_row, is_plain, pieces
+from stillframe.state.memory import as_bytes, as_row, is_byte_row, is_plain, row_slices
 from stillframe.units import MIB
 
 _COALESCE_BYTES = MIB
-"""Pieces below this size are copied together: a call each would fight for the GIL (30,000 of 16 KiB:
+"""Sources below this size are copied together: a call each would fight for the GIL (30,000 of 16 KiB:
 117 ms as a loop, 92 ms as one ``torch.cat`` per chunk, and the training thread keeps its speed)."""
 
 
@@ -38,7 +38,7 @@ class Target:
     """The tensor of the walk that it is captured from, if that may be another object at the next save."""
     box: Box | None = None
     """Which box of that tensor it is; ``None``: all of it."""
-    whole: BoxOf | None = None
+    box_of: BoxOf | None = None
     number: int = -1
     start: int = 0
 
@@ -168,10 +168,9 @@ def chunks_of(order: Sequence[Target], captured_at: dict[int, int], data_bytes: 
             if target.is_captured:
                 chunk.add_captured(device, captured_at[target.number] + begin, count)
             elif row is not None:
-                part = row if count == target.nbytes else row[begin : begin + count]
-                chunk.add(device, part, count, is_row=True)
+                chunk.add(device, row if count == target.nbytes else row[begin : begin + count], count, is_row=True)
             else:
-                for piece in pieces(source.detach(), begin // target.item_bytes, count // target.item_bytes):
-                    chunk.add(device, piece, piece.nbytes, is_row=is_byte_row(piece))
+                for rows in row_slices(source.detach(), begin // target.item_bytes, count // target.item_bytes):
+                    chunk.add(device, rows, rows.nbytes, is_row=is_byte_row(rows))
             at += count
     return chunks

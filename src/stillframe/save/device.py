@@ -60,7 +60,7 @@ class Device(Protocol):
 
 
 class HostDevice:
-    """Host memory.  Large pieces go by ``memmove``: ``Tensor.copy_`` would start OpenMP threads
+    """Host memory.  Large sources go by ``memmove``: ``Tensor.copy_`` would start OpenMP threads
     beside those of training (a GIL-bound loop kept 68 % of its speed beside it, 99 % beside memmove)."""
 
     def mark(self) -> None:

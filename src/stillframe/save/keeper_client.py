@@ -25,14 +25,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 from stillframe import errors
 from stillframe.errors import BusyError, ConfigError, DeadlineError, KeeperError, StillframeError
 from stillframe.link import messages
 from stillframe.link.arena import Arena
-from stillframe.link.messages import Channel, FromKeeper, FromTrainer
+from stillframe.link.messages import Channel, FromKeeper, FromTrainer, KeeperConfig
 from stillframe.model import RestoreReport
 from stillframe.save.saves import Save, Saves
 from stillframe.units import format_ranks
@@ -51,22 +51,6 @@ _BOOTSTRAP = (
     "import json, sys; config = json.loads(sys.argv[2]); sys.path[:] = config.pop('path');"
     "from stillframe.keeper.main import main; sys.exit(main(**config))"
 )
-
-
-@dataclass(frozen=True, slots=True)
-class KeeperConfig:
-    """All that a keeper is told at its start."""
-
-    root: str
-    attempt: str
-    rank: int
-    world_size: int
-    keep_last: int | None
-    keep_every: int | None
-    is_shared: bool = True
-    """All ranks see this root; else each commits for itself there."""
-    deadline_s: float = 600.0
-    """How long rank 0 waits for the seals of the others."""
 
 
 class KeeperProcess:

@@ -23,7 +23,7 @@ import torch
 from stillframe.format.digest import digest_of
 from stillframe.format.records import Team, encode_shards, encode_tree
 from stillframe.format.segment import BoxOf, Shard, encode_header
-from stillframe.format.tree import Holding, ShardedNode, TensorNode
+from stillframe.format.tree import RankBox, ShardedNode, TensorNode
 from stillframe.save.copies import Capture, Chunk, Target, captures_of, chunks_of
 from stillframe.save.device import Device, DeviceTable
 from stillframe.save.signature import Signature
@@ -105,7 +105,7 @@ def make_plan(walk: Walk, devices: DeviceTable, seat: Seat = ALONE) -> Plan:
             target.start,
             target.start + target.nbytes,
             target.source.device.type,
-            target.whole,
+            target.box_of,
         )
         for target in order
     ]
@@ -233,11 +233,11 @@ class _Division:
                         members=(),
                         loose=target.members[0][0] if target.is_captured else None,
                         box=box if source.shape != local.shape else None,
-                        whole=BoxOf(tensor, spread.shape, box.offset),
+                        box_of=BoxOf(tensor, spread.shape, box.offset),
                     )
                     self.targets.append(own)
-        holdings = [Holding(rank, box.offset, box.shape) for boxes in assigned for rank, box in boxes]
-        node = ShardedNode(tensor, DTYPE_NAMES[target.source.dtype], spread.shape, holdings)
+        written = [RankBox(rank, box.offset, box.shape) for boxes in assigned for rank, box in boxes]
+        node = ShardedNode(tensor, DTYPE_NAMES[target.source.dtype], spread.shape, written)
         for index, _ in target.members:
             self.leaves[index] = node
 

@@ -32,7 +32,7 @@ class HeldBox:
 
     @property
     def rows(self) -> int:
-        """In how many pieces it can be divided."""
+        """How many boxes it can be divided into."""
         return self.box.shape[row_dimension(self.box.shape)] if self.is_divisible and self.box.shape else 1
 
 

@@ -52,10 +52,10 @@ def _items_spanned(shape: Sequence[int], strides: Sequence[int]) -> int:
     return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
 
 
-def pieces(tensor: torch.Tensor, start: int, count: int) -> Iterator[torch.Tensor]:
+def row_slices(tensor: torch.Tensor, start: int, count: int) -> Iterator[torch.Tensor]:
     """Views that hold ``count`` items of a strided tensor from item ``start`` on, in row-major order.
 
-    A piece is a stretch of whole rows, or of a single row: no temporary is ever as large as the tensor.
+    Each is a slice of rows, or of a single row: no temporary is ever as large as the tensor.
     """
     if count <= 0:
         return
@@ -66,13 +66,13 @@ def pieces(tensor: torch.Tensor, start: int, count: int) -> Iterator[torch.Tenso
     first, skipped = divmod(start, row)
     if skipped:
         head = min(count, row - skipped)
-        yield from pieces(tensor[first], skipped, head)
+        yield from row_slices(tensor[first], skipped, head)
         first, count = first + 1, count - head
     whole, tail = divmod(count, row)
     if whole:
         yield tensor[first : first + whole]
     if tail:
-        yield from pieces(tensor[first + whole], 0, tail)
+        yield from row_slices(tensor[first + whole], 0, tail)
 
 
 @dataclass(frozen=True, slots=True)

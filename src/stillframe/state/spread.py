@@ -80,7 +80,7 @@ def spread_of(tensor: Any) -> Spread:
     """Of a DTensor.  Raises :class:`Unencodable` if its boxes do not make up a tensor."""
     mesh, placements = tensor.device_mesh, tensor.placements
     if any(placement.is_partial() for placement in placements):
-        raise Unencodable("a DTensor with Partial placements, whose parts are yet to be added up; redistribute it")
+        raise Unencodable("a DTensor with Partial placements, which are yet to be added up; redistribute it")
     shape = tuple(tensor.shape)
     members = mesh.mesh
     coordinate = mesh.get_coordinate()
@@ -96,7 +96,7 @@ def spread_of(tensor: Any) -> Spread:
     local = tuple(local_tensor(tensor).shape)
     extent = tuple(max((box.local[dim] + box.shape[dim] for box in boxes), default=0) for dim in range(len(shape)))
     if boxes and extent != local:
-        raise Unencodable(f"a DTensor whose local part has shape {local}, where its placements make {extent}")
+        raise Unencodable(f"a DTensor whose local tensor has shape {local}, where its placements make {extent}")
     return Spread(shape, boxes, ranks, team, layout)
 
 

@@ -57,7 +57,7 @@ class Walk:
         self.is_volatile: list[bool] = []
         self.values: list[Any] = []
         self.dtensors: dict[int, Any] = {}
-        """Those of the tensors that are this rank's part of a DTensor."""
+        """Those of the tensors that are the local tensor of a DTensor."""
         self.boxes: dict[int, TensorBox] = {}
         """Those of the tensors that were given as a box of one."""
         self.owners: list[torch.nn.Module | torch.optim.Optimizer] = []
@@ -104,12 +104,12 @@ class Walk:
         self.is_volatile.extend([self._module is None and self._is_volatile] * len(tensors))
 
     def _sharded(self, tensor: Any) -> None:
-        """A DTensor stands for its local part; what it is a part of belongs to the structure."""
+        """A DTensor stands for its local tensor; mesh, placements and global shape belong to the structure."""
         local = local_tensor(tensor)
         if self._module is None:
             is_volatile = self._is_volatile
         else:  # a parameter that is a DTensor says so itself
-            is_volatile = not (is_dtensor_parameter(tensor) or self._is_part_of_parameter(local))
+            is_volatile = not (is_dtensor_parameter(tensor) or self._is_local_parameter(local))
         self.dtensors[len(self.tensors)] = tensor
         self.tokens.append((SHARDED, tensor.device_mesh, tensor.placements, tensor.shape))
         self.tensors.append(local)
@@ -121,8 +121,8 @@ class Walk:
         self.tensors.append(box.tensor)
         self.is_volatile.append(self._is_volatile)
 
-    def _is_part_of_parameter(self, local: torch.Tensor) -> bool:
-        """The same for a DTensor's local part; all ranks must come to the same answer, also one that holds nothing."""
+    def _is_local_parameter(self, local: torch.Tensor) -> bool:
+        """The same for a DTensor's local tensor; all ranks must get the same answer, also one that holds nothing."""
         if local.numel() or self._module is None or self._dtensor is None:
             return self._is_parameter(local)
         return not any(isinstance(each, self._dtensor) for each in self._module.buffers())

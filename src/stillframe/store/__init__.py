@@ -16,12 +16,12 @@ from stillframe.store.protocol import Info, Store
 
 
 def open_store(root: str | os.PathLike[str] | Store) -> Store:
-    """The store of a root; one that is open already as it is."""
+    """The store of a root; a store is returned as it is."""
     return PosixStore(root) if isinstance(root, str | os.PathLike) else root
 
 
 def infos(store: Store, directory: str) -> dict[str, Info]:
-    """Every name in a directory that has no names below it, and what it is."""
+    """The files in a directory, by name: what :meth:`Store.head` tells of each."""
     if isinstance(store, PosixStore):
         return store.infos(directory)
     found = {name: store.head(f"{directory}/{name}") for name in store.list(directory) if not name.endswith("/")}

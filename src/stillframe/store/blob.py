@@ -94,7 +94,7 @@ class Spare:
         self._name = name
 
     def set_aside(self, fd: int, name: str) -> str:
-        """Move a blob that is to go to a partial name in the root, and tell it; ``""``: not done, remove it."""
+        """Move a blob that is to go to a partial name in the root.  Returns that name; ``""``: it was not moved."""
         calls = self._root.calls
         if not self._name or name == self._name:
             return ""
@@ -111,7 +111,7 @@ class Spare:
         return ""
 
     def offer(self, partial: str) -> None:
-        """A blob that was set aside, and whose key is gone for good, is the spare now.  Never raises."""
+        """Make a blob that was set aside, and whose key is gone for good, the spare.  Never raises."""
         with contextlib.suppress(OSError), self._root.directory() as above:
             try:
                 self._root.calls.rename(partial, self._name, above, above)

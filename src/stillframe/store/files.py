@@ -9,14 +9,13 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-import secrets
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
 from stillframe.errors import ExistsError
 from stillframe.store.posix import PosixStore
-from stillframe.store.protocol import PARTIAL
+from stillframe.store.root import partial_name
 from stillframe.store.trouble import translated
 
 Kind = Literal["file", "directory", "other", "nothing"]
@@ -76,7 +75,11 @@ def write_file(path: str | os.PathLike[str], data: bytes, *, is_forced: bool = F
 
 @contextlib.contextmanager
 def publishing(to: Path) -> Iterator[Path]:
-    """A name to write a file or a flat directory under; complete and durable, it gets its own, else it is removed."""
+    """Yields a partial name to write a file or a flat directory under.
+
+    It takes the name ``to``, durable, when the block ends; it is removed if the block raises.
+    Raises :class:`ExistsError` if anything has that name.
+    """
     if is_taken(to):
         raise ExistsError(f"{to} is there already, and is left alone; choose another name or remove it")
     with _partial(to) as partial:
@@ -86,7 +89,7 @@ def publishing(to: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def replacing(to: Path) -> Iterator[Path]:
-    """A name to write a file under; complete and durable, it takes the place of what is there."""
+    """Yields a partial name to write a file under.  When the block ends, it replaces ``to``, durable."""
     with _partial(to) as partial:
         yield partial
         _sync(partial)
@@ -95,7 +98,7 @@ def replacing(to: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _partial(to: Path) -> Iterator[Path]:
-    partial = to.with_name(f"{to.name}.{secrets.token_hex(4)}{PARTIAL}")
+    partial = to.with_name(partial_name(to.name))
     with translated(f"writing {to}"):
         to.parent.mkdir(parents=True, exist_ok=True)
         try:

@@ -22,8 +22,8 @@ class NoLocks(Exception):
 class FileLock:
     """A file that is open to be locked.  The lock goes when it is closed, or with the process, however that ends.
 
-    To be shared it is open for reading, to be ours alone for writing (NFS wants that).  ``is_made``: the file is made
-    if it is missing, and can take a note.
+    A shared lock opens the file for reading, an exclusive one for writing: NFS asks for that.  ``is_made``: the file is
+    made if it is missing, and can take a note.
     Raises: :class:`NoLocks`; :class:`Missing`; :class:`StorageError`.
     """
 
@@ -37,7 +37,7 @@ class FileLock:
         self._fd = store.open_to_lock(key, flags | (os.O_CREAT if is_made else 0))
 
     def acquire(self) -> bool:
-        """Whether it is ours now; never waits.  Raises: :class:`NoLocks`; :class:`StorageError`."""
+        """Returns whether the lock is ours now; never waits.  Raises: :class:`NoLocks`; :class:`StorageError`."""
         try:
             self._store.calls.lock(self._fd, self._is_shared)
             return True

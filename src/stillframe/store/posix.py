@@ -136,7 +136,7 @@ class PosixStore:
         return self._write(key, work, durable=False)
 
     def rename(self, source: str, target: str, durable: bool = True) -> None:
-        """A file or directory takes another name in the root, in the place of a file or of an empty directory."""
+        """Rename a file or a directory within the root, in the place of a file or of an empty directory."""
         doing = f"renaming {self.where(source)} to {target}"
         *above, new = check_key(target)
         with (
@@ -151,7 +151,7 @@ class PosixStore:
                 self._root.sync(old_fd)
 
     def adopt(self, partial: str, key: str) -> bool:
-        """Whether a durable file beside the key has taken it; ``False``: somebody else has it."""
+        """Give the key to a durable file beside it, if the key is free.  Returns whether that file has it now."""
         with translated(f"writing {self.where(key)}"), self._root.parent(key) as (fd, name):
             if not self._take_name(fd, partial, name):
                 return False
@@ -161,7 +161,7 @@ class PosixStore:
             return True
 
     def infos(self, directory: str) -> dict[str, Info]:
-        """Every name in a directory that is not one itself, and what it is; one look for all."""
+        """The files in a directory, by name: what :meth:`head` tells of each, with one listing for all."""
         with translated(f"listing {self.where(directory)}"):
             try:
                 with self._root.directory(check_key(directory)) as fd:
@@ -184,7 +184,7 @@ class PosixStore:
             return self._root.open_regular(fd, name, flags)
 
     def is_same(self, key: str, file: int) -> bool:
-        """Whether a descriptor is of the file that has the key now."""
+        """Whether the file behind a descriptor has the key now."""
         try:
             with self._root.parent(key) as (fd, name):
                 return os.path.samestat(self.calls.stat(name, fd), self.calls.fstat(file))
@@ -192,7 +192,7 @@ class PosixStore:
             return False
 
     def space(self) -> os.statvfs_result:
-        """Of the file system.  Raises :class:`StorageError`."""
+        """Size and free space of the file system.  Raises :class:`StorageError`."""
         with translated(f"looking at {self.where()}"), self._root.directory() as fd:
             return self.calls.space(fd)
 
@@ -249,7 +249,7 @@ class PosixStore:
     def _holds(self, fd: int, name: str, data: Data) -> bool:
         """Whether a name that is taken has exactly these bytes, and then durably.
 
-        ``FileNotFoundError``: it has been removed meanwhile, and the whole is tried again.
+        ``FileNotFoundError``: it has been removed meanwhile, and the caller tries again.
         """
         file = self._root.open_regular(fd, name, os.O_RDONLY)
         try:

@@ -36,7 +36,7 @@ class NotOurs(StorageError):
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What a store is like; it changes how bytes are moved, never what is promised."""
+    """What a store can do.  It changes how bytes are moved, never what is promised."""
 
     is_direct: bool = False
     """Block-aligned buffers go straight to the device."""
@@ -64,10 +64,13 @@ class Writer(Protocol):
         of 4096 are fastest; the last block may reach beyond the size.  Raises :class:`StorageError`."""
 
     def finish(self) -> None:
-        """The blob has its key, whole and durable.  Blocks.  Raises :class:`StorageError`: then write it all again."""
+        """Give the blob its key, complete and durable.  Blocks.
+
+        Raises :class:`StorageError`: then write it all again, with a new writer.
+        """
 
     def abort(self) -> None:
-        """Give it up; may be called at any time, again, and after :meth:`finish`.  Never raises."""
+        """Give the blob up.  Does nothing after :meth:`finish`; may be called at any time, and again.  Never raises."""
 
 
 class Store(Protocol):
@@ -77,59 +80,62 @@ class Store(Protocol):
     def caps(self) -> Capabilities: ...
 
     def where(self, key: str = "") -> str:
-        """The key as a person would write it: a path or a URL, for messages."""
+        """The path or URL of a key, for messages; of the root if the key is empty."""
 
     def put(self, key: str, data: Data, durable: bool = True) -> None:
-        """The key holds these bytes, whatever it held."""
+        """Store the bytes under the key, in the place of what it held."""
 
     def put_new(self, key: str, data: Data) -> bool:
-        """Whether the key holds these bytes now; ``False``: it holds other bytes, that were there before.
+        """Store the bytes if the key is free.  Returns whether the key holds these bytes now.
 
-        Of several clients one wins.  Clients that put *equal* bytes are all told ``True`` (that is how a client whose
-        reply was lost recognises its own): put something of your own into them.  The key never survives a crash without
-        what its directory held when this was called, whoever had put that: so a manifest can name others' seals.
+        ``False``: it held other bytes before, and still does.  Of several clients that put different bytes, one wins.
+        Clients that put *equal* bytes are all told ``True``, because a client whose reply was lost asks again: to win
+        alone, put something unique into the bytes.
+
+        The key never survives a crash without what its directory held when this was called, whoever had put that: so
+        a manifest can name the seals of other ranks.
         """
 
     def writer(self, key: str, size: int) -> Writer:
-        """A blob of this size that is to become the key."""
+        """Begin a blob of ``size`` bytes, which gets the key when it is finished."""
 
     def read(self, key: str, start: int, into: memoryview) -> int:
         """Fill ``into`` from byte ``start`` on; fewer bytes come only at the end.  Raises :class:`Missing`."""
 
     def head(self, key: str) -> Info | None:
-        """What is there; ``None``: nothing is."""
+        """The size of what the key holds; ``None`` if it holds nothing."""
 
     def list(self, directory: str = "") -> Iterator[str]:
-        """The names below a directory (``""``: the root), in any order; of those with names below them, with ``/``.
+        """The names directly below a directory (``""``: the root), in any order; those of directories end with ``/``.
 
         A directory may still be listed when its last key is gone.
         """
 
     def delete(self, keys: Sequence[str]) -> None:
-        """None of them is there; what was gone already is fine.  All of them are tried before it raises.
+        """Remove the keys; one that is gone already is no error.  All of them are tried before it raises.
 
-        A directory's name with ``/`` removes what is left of the directory itself, if nothing is below it.
+        A name that ends with ``/`` is a directory: it is removed if nothing is below it.
         """
 
 
 def read_all(store: Store, key: str, limit: int) -> bytes:
-    """A whole small value.  Raises :class:`Missing`; :class:`NotOurs`, also if it exceeds the limit."""
+    """All bytes of a small value.  Raises :class:`Missing`; :class:`NotOurs`, also if it exceeds ``limit`` bytes."""
     info = store.head(key)
     if info is None:
         raise Missing(f"{store.where(key)} is not there")
     if info.size > limit:
         raise NotOurs(f"{store.where(key)} has {info.size} bytes, more than the {limit} allowed")
-    return read_part(store, key, 0, info.size)
+    return read_range(store, key, 0, info.size)
 
 
-def read_part(store: Store, key: str, start: int, count: int) -> bytes:
-    """So many bytes from there on, or as many as there are.  Raises :class:`Missing`."""
+def read_range(store: Store, key: str, start: int, count: int) -> bytes:
+    """``count`` bytes from byte ``start`` on, or as many as there are.  Raises :class:`Missing`."""
     buffer = bytearray(count)
     return bytes(memoryview(buffer)[: store.read(key, start, memoryview(buffer))])
 
 
 def check_key(key: str) -> list[str]:
-    """Its names; a key that could lead anywhere else is refused."""
+    """The names that a key consists of.  Raises :class:`StorageError` for one that could lead out of the root."""
     parts = key.split("/")
     if any(part in ("", ".", "..") or "\0" in part for part in parts) or not _is_encodable(key):
         raise StorageError(f"{key!r} is not a key: give plain names, separated by '/'")
@@ -137,7 +143,7 @@ def check_key(key: str) -> list[str]:
 
 
 def check_new_key(key: str) -> list[str]:
-    """The names of a key that is to be written."""
+    """As :func:`check_key`, for a key that is to be written: names of the store's own are refused, too."""
     if key.endswith(PARTIAL):
         raise StorageError(f"{key!r} ends in {PARTIAL!r}: such names belong to the store")
     return check_key(key)

@@ -150,7 +150,7 @@ class Root:
                 raise
 
     def is_local(self) -> bool:
-        """Of the root, or of the directory that it would be made in."""
+        """Whether the root, or the directory that it would be made in, is on a file system of this node."""
         path = self.path
         while True:
             try:

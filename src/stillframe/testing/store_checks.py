@@ -71,11 +71,11 @@ def _put_new(first: Store, second: Store) -> None:
     assert first.put_new("d/key", big)
     assert second.put_new("d/key", big), "equal bytes are the client's own"
     for other in (b"", big[:-1], big + b"x", bytes(len(big))):
-        assert not second.put_new("d/key", other)
+        assert not second.put_new("d/key", other), "put_new says True, but the key held other bytes"
         assert read_all(first, "d/key", _LIMIT) == big, "put_new changed a key that was there"
     first.delete(["d/key"])
     assert second.put_new("d/key", b"")
-    assert not first.put_new("d/key", b"x")
+    assert not first.put_new("d/key", b"x"), "put_new says True, but the key held an empty value"
 
 
 def _racing(first: Store, second: Store) -> None:
@@ -122,9 +122,10 @@ def _keys(first: Store, second: Store) -> None:
         for verb, call in verbs:
             with _refusal(StorageError, f"{verb} of {key!r}"):
                 call()
-    for write in (first.put, first.put_new):
+    key = "a" + PARTIAL
+    for write in (partial(first.put, key, b"x"), partial(first.put_new, key, b"x"), partial(first.writer, key, 1)):
         with _refusal(StorageError, f"a key that ends in {PARTIAL}"):
-            write("a" + PARTIAL, b"x")
+            write()
     assert names_of(second) == set()
 
 

@@ -1,6 +1,8 @@
-"""The contract of :mod:`stillframe.store.protocol` as tests.  Needs Hypothesis.
+"""The contract of :mod:`stillframe.store.protocol` as tests, for pytest or unittest.  Needs Hypothesis.
 
 Write a function that gives two clients of one new, empty store, and bind the result in a test module::
+
+    from stillframe.testing.store_contract import Clients, store_contract
 
     def make() -> Clients:
         backend = MyBackend()
@@ -8,9 +10,12 @@ Write a function that gives two clients of one new, empty store, and bind the re
 
     TestMyStore = store_contract(make)
 
-A store that can be made to fail hands over :class:`Faults` as well.  The model knows, for every key, the values that
-are possible now and the operations that may still land.  An operation that returned leaves one value; one that raised
-adds to them; whatever is read, listed or answered must be possible, and leaves only what agrees with it.
+A store refuses bad keys with ``check_key`` and ``check_new_key`` of the same module.  A store that can be made to fail
+hands over :class:`Faults` as well.  No crash is simulated: durability needs tests of its own.
+
+The model knows, for every key, the values that are possible now and the operations that may still land.  After an
+operation that returned, one value is possible; an operation that raised adds one.  Whatever is read, listed or answered
+must be possible, and leaves only the values that agree with it.
 """
 
 from __future__ import annotations
@@ -39,7 +44,7 @@ class Faults(Protocol):
     """How the suite makes a store fail."""
 
     def arm(self, fault: Fault, step: int) -> None:
-        """The next operation, of either client, fails so, at the given step of it if it has as many."""
+        """The next operation of either client fails this way, at its ``step``-th call to the back end if any."""
 
     def disarm(self) -> None:
         """Operations succeed again."""
@@ -63,7 +68,7 @@ Make: TypeAlias = "Callable[[], Clients]"
 
 
 def store_contract(make: Make, examples: int = 60, steps: int = 30) -> type[unittest.TestCase]:
-    """A test case with a method for each check."""
+    """A test case with a method for each check; ``examples`` random sequences of ``steps`` operations are tried."""
 
     def method(name: str) -> Callable[[unittest.TestCase], None]:
         return lambda _: check_store(make, examples, steps, only=name)

@@ -85,7 +85,7 @@ def _state(plan: SavePlan, planner: SavePlanner) -> dict[str, Any]:
     for item in plan.items:
         name = item.index.fqn
         if name in flat:
-            raise UnsupportedStateError(f"{name!r} lies on one rank in several pieces: give it as a DTensor")
+            raise UnsupportedStateError(f"{name!r} has several boxes on one rank: give it as a DTensor")
         flat[name] = _bytes(item, planner) if item.type is WriteItemType.BYTE_IO else _tensor(item, planner)
     paths = plan.planner_data if isinstance(plan.planner_data, dict) else {}
     _, world_size = plan.storage_data

@@ -1,4 +1,4 @@
-"""Parts of tensors by hand, readers with a plan of their own, holds, labels, and steps that nobody numbers."""
+"""Boxes of tensors given by hand, readers with a plan of their own, holds, labels, and steps that nobody numbers."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_an_empty_part_holds_nothing(tmp_path: Path) -> None:
     assert torch.equal(load(tmp_path, only="x")["x"], torch.ones(3))
 
 
-def test_parts_move_from_save_to_save(tmp_path: Path) -> None:
+def test_boxes_move_from_save_to_save(tmp_path: Path) -> None:
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1, {"w": TensorBox(WHOLE[:3], WHOLE.shape, (0, 0))})
         checkpointer.save(2, {"w": TensorBox(WHOLE[:3], WHOLE.shape, (3, 0))})

@@ -34,7 +34,7 @@ from stillframe.keeper import labels
 from stillframe.link.messages import Begin, Chunk
 from stillframe.model import BLOCK_BYTES, CHUNK_BYTES
 from stillframe.store.blob import aligned_buffer
-from stillframe.store.protocol import Writer
+from stillframe.store.protocol import Writer, read_range
 from stillframe.units import round_up
 
 
@@ -198,21 +198,25 @@ class SegmentWriter:
             seal_s=(self.sealed_s or now) - self.begin.requested_s,
             rank=self.catalog.rank,
         )
-        key = self.catalog.manifest_key(self.begin.step)
+        key, data = self.catalog.manifest_key(self.begin.step), encode_manifest(manifest)
         self.is_promised = True  # a put that raises may have happened
         try:
-            is_ours = self._store.put_new(key, encode_manifest(manifest))
+            is_ours = self._store.put_new(key, data)
         except StorageError:
-            self._take_back(key)
+            self._take_back(key, data)
             raise
         if not is_ours:
             self.is_promised = False
             raise ExistsError(f"{self._store.where(key)} exists already")
 
-    def _take_back(self, key: str) -> None:
-        """A failure is a failure for everybody; unless it is certain that the manifest is gone, its files stay."""
+    def _take_back(self, key: str, data: bytes) -> None:
+        """A failure is a failure for everybody; unless it is certain that the manifest is gone, its files stay.
+
+        Only the manifest that was put: the put may have failed because another's was there that could not be read.
+        """
         with contextlib.suppress(StorageError):
-            self._store.delete([key])
+            if self._store.head(key) is not None and read_range(self._store, key, 0, len(data) + 1) == data:
+                self._store.delete([key])
             self.is_promised = self._store.head(key) is not None
 
     def publish_label(self) -> None:

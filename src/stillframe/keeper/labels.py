@@ -20,7 +20,7 @@ from stillframe.errors import ConfigError, ExistsError, StillframeError, Storage
 from stillframe.format import limits, names
 from stillframe.model import Label, check_label_name
 from stillframe.store.posix import PosixStore
-from stillframe.store.protocol import read_all
+from stillframe.store.protocol import Missing, NotOurs, read_all
 
 
 class _Kept(msgspec.Struct, frozen=True):
@@ -77,12 +77,12 @@ def finish(catalog: Catalog, attempt: str) -> None:
     catalog.store.delete([name for name in entries if names.is_unfinished_latest(name)])
     found = [names.parse_label_partial(name.rstrip("/")) for name in entries]
     for step, its_attempt in sorted(each for each in found if each is not None and each[1] != attempt):
-        kept = _kept(catalog, step)
-        if kept is not None and _attempt_of(catalog, step) == its_attempt:
-            with contextlib.suppress(StorageError):
+        with contextlib.suppress(StorageError):  # it stays for the next run: nobody can tell whether it is wanted
+            kept = _kept(catalog, step)
+            if kept is not None and _attempt_of(catalog, step) == its_attempt:
                 publish(catalog, step, its_attempt, kept)
-        else:
-            discard(catalog, step, its_attempt)
+            else:
+                discard(catalog, step, its_attempt)
 
 
 def remove(catalog: Catalog, step: int) -> None:
@@ -90,9 +90,9 @@ def remove(catalog: Catalog, step: int) -> None:
 
     Only the directory that was made for it: one of the same name that somebody has put there stays.
     """
-    kept = _kept(catalog, step)
-    if kept is not None:
-        with contextlib.suppress(StorageError):
+    with contextlib.suppress(StorageError):
+        kept = _kept(catalog, step)
+        if kept is not None:
             mark = read_all(catalog.store, f"{kept.name}/{names.LABEL}", limits.MAX_FAILURE_BYTES)
             if mark == _mark(step, _attempt_of(catalog, step), kept):
                 _delete_directory(catalog, kept.name)
@@ -108,17 +108,21 @@ def _mark(step: int, attempt: str, kept: _Kept) -> bytes:
 
 
 def _kept(catalog: Catalog, step: int) -> _Kept | None:
+    """The label of a step; ``None`` if it has none that can be read.  Raises :class:`StorageError`: cannot tell."""
     try:
         data = read_all(catalog.store, catalog.key(step, names.LABEL), limits.MAX_FAILURE_BYTES)
         kept = msgspec.json.decode(data, type=_Kept)
         check_label_name(kept.name)
-    except (StorageError, ValueError):  # ValueError: msgspec's own, text that is not UTF-8, a name that is none
+    except (Missing, NotOurs, ValueError):  # ValueError: msgspec's own, text that is not UTF-8, a name that is none
         return None
     return kept
 
 
 def _attempt_of(catalog: Catalog, step: int) -> str:
+    """Of the commit; empty if there is none.  Raises :class:`StorageError`: cannot tell."""
     try:
         return catalog.manifest(step).attempt
+    except StorageError:
+        raise
     except StillframeError:
         return ""

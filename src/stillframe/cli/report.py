@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 
@@ -21,4 +22,4 @@ def command(root: Root, out: Out = None, force: Force = False) -> None:
     Example: stillframe report runs/gpt -o gpt.html
     """
     page = report(survey(root), histories(root), time.time()).encode(errors="replace")
-    output.write_file(out or Path(f"{root.absolute().name}.html"), page, overwrite=force)
+    output.write_file(out or Path(f"{Path(os.path.abspath(root)).name}.html"), page, overwrite=force)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import msgspec
@@ -25,4 +26,4 @@ def command(root: Root, out: Out = None, force: Force = False) -> None:
     if not found:
         raise NotFoundError(f"no run has left events in {root}")
     data = msgspec.json.encode(trace(found))
-    output.write_file(out or Path(f"{root.absolute().name}.trace.json"), data, overwrite=force)
+    output.write_file(out or Path(f"{Path(os.path.abspath(root)).name}.trace.json"), data, overwrite=force)

@@ -645,6 +645,14 @@ def test_nothing_is_renamed_through_a_linked_step(root: Path, tmp_path: Path) ->
     assert contents(elsewhere) == before
 
 
+def test_a_root_whose_steps_are_all_links_is_no_fresh_start(root: Path, tmp_path: Path) -> None:
+    for step in Catalog(root).steps():
+        shutil.move(Catalog(root).dir(step), tmp_path / f"elsewhere-{step}")
+        Catalog(root).dir(step).symlink_to(tmp_path / f"elsewhere-{step}")
+    with Checkpointer(root) as checkpointer, pytest.raises(StorageError, match="is a link or a file"):
+        checkpointer.restore(make_state(99))
+
+
 def test_a_linked_lock_is_not_written_to(root: Path, tmp_path: Path) -> None:
     (tmp_path / "precious").write_bytes(b"precious")
     (root / "rank-00000.lock").unlink()

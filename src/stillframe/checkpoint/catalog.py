@@ -7,10 +7,11 @@ over.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from types import TracebackType
 
@@ -20,6 +21,7 @@ from stillframe.format.records import Manifest, RankEntry, Seal, decode_manifest
 from stillframe.model import check_step
 from stillframe.store import infos, open_store
 from stillframe.store.lock import FileLock, NoLocks
+from stillframe.store.posix import PosixStore
 from stillframe.store.protocol import Info, Missing, NotOurs, Store, read_all
 
 _DAMAGE = {errno.EIO, errno.EUCLEAN, errno.EBADMSG}
@@ -48,9 +50,10 @@ class Catalog:
         """The committed steps, oldest first; none if the root does not exist."""
         return [step for step in self.step_dirs() if self.is_committed(step)]
 
-    def latest(self) -> int | None:
-        """The newest committed step."""
-        return next((step for step in reversed(self.step_dirs()) if self.is_committed(step)), None)
+    def latest(self, skipped: Collection[int] = ()) -> int | None:
+        """The newest committed step, but for the skipped ones.  Looks no further than that one."""
+        found = (step for step in reversed(self.step_dirs()) if step not in skipped)
+        return next((step for step in found if self.is_committed(step)), None)
 
     def open(self, step: int | None = None) -> Checkpoint:
         """The checkpoint of a step (the newest if none is given), held open until closed.
@@ -67,6 +70,11 @@ class Catalog:
     def step_dirs(self) -> list[int]:
         """Every step that has a directory, committed or not, oldest first."""
         found = [names.parse_step_dir(name[:-1]) for name in self.store.list() if name.endswith("/")]
+        return sorted(step for step in found if step is not None)
+
+    def strange_steps(self) -> list[int]:
+        """Steps in whose place is no directory but a link or a file, oldest first."""
+        found = map(names.parse_step_dir, self.store.list())  # a directory's name ends in "/"
         return sorted(step for step in found if step is not None)
 
     def dir(self, step: int) -> Path:
@@ -96,11 +104,11 @@ class Catalog:
 
     def damaged(self) -> list[int]:
         """Steps that were checkpoints until they were found damaged, oldest first."""
-        return [
-            step
-            for step in self.step_dirs()
-            if not self.is_committed(step) and self.store.head(self.damaged_key(step)) is not None
-        ]
+        return [step for step in self.step_dirs() if not self.is_committed(step) and self.is_damaged(step)]
+
+    def is_damaged(self, step: int) -> bool:
+        """Of a step that is not committed."""
+        return self.store.head(self.damaged_key(step)) is not None
 
     def manifest(self, step: int) -> Manifest:
         """Of a committed step.
@@ -161,12 +169,24 @@ class Catalog:
         try:
             try:
                 self.store.put(to, read_all(self.store, key, limits.MAX_MANIFEST_BYTES))
-            except NotOurs:
-                self.store.put(to, b"")  # a link or a pipe in its place: what it leads to is not ours to read
-            self.store.delete([key])
+                self.store.delete([key])
+            except Missing:
+                return False
+            except StorageError as error:
+                if not isinstance(read_error("", error), IntegrityError):
+                    raise
+                self._move_unread(key, to)
         except StorageError:
             return False
         return True
+
+    def _move_unread(self, key: str, to: str) -> None:
+        """A link or a pipe in the manifest's place, or bytes that cannot be read: kept as it is, if it can be."""
+        if isinstance(self.store, PosixStore):
+            self.store.rename(key, to)
+        else:
+            self.store.put(to, b"")
+            self.store.delete([key])
 
 
 class RankPart:
@@ -270,7 +290,9 @@ class Checkpoint:
         raise self._not_found()  # retention has removed it, or is just doing so
 
     def _not_found(self) -> NotFoundError:
-        known = self._catalog.steps()
+        known: list[int] = []
+        with contextlib.suppress(StorageError):  # it is only for the hint
+            known = self._catalog.steps()
         nearest = min(known, key=lambda step: abs(step - self.step), default=None)
         hint = "the root has no checkpoint" if nearest is None else f"the nearest is step {nearest}"
         return NotFoundError(f"step {self.step} is not a checkpoint in {self._catalog.root}; {hint}")

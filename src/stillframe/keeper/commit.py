@@ -22,7 +22,7 @@ from typing import Protocol
 
 from stillframe import errors
 from stillframe.checkpoint.lock import Life, life_of
-from stillframe.errors import DeadlineError, ExistsError, FormatError, KeeperError, StateError
+from stillframe.errors import DeadlineError, ExistsError, FormatError, KeeperError, StateError, StorageError
 from stillframe.format import limits, names, tree
 from stillframe.format.records import (
     HEAD_BYTES,
@@ -239,8 +239,10 @@ class Coordinator:
         """Another step, later or not committed either, that a missing rank has sealed; for a message."""
         catalog, now = self.save.catalog, self.save.begin.step
         seal = names.seal(rank, self._terms.attempt)
-        sealed = [step for step in catalog.step_dirs() if catalog.store.head(catalog.key(step, seal)) is not None]
-        return max((step for step in sealed if step > now or not catalog.is_committed(step)), default=None)
+        with contextlib.suppress(StorageError):  # the message is right without it
+            sealed = [step for step in catalog.step_dirs() if catalog.store.head(catalog.key(step, seal)) is not None]
+            return max((step for step in sealed if step > now or not catalog.is_committed(step)), default=None)
+        return None
 
 
 class Member:

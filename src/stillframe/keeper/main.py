@@ -110,11 +110,19 @@ class Keeper:
         if self._lock.is_wanted:
             self._lock.acquire()
             self._journal.begin()
-            if self._lock.is_held and (self._rank == 0 or self._catalog.rank is not None):
-                self._met_others = sweep(self._catalog, self._terms.attempt, "all" if self._is_alone else "partial")
-                labels.finish(self._catalog, self._terms.attempt)
             if self._lock.is_held:
-                remove_spares(self._catalog, self._rank, self._terms.world_size)
+                try:
+                    self._clear_root()
+                except StorageError as error:  # it keeps no save from being made
+                    self._tell(messages.Notice(f"what earlier runs have left could not all be removed: {error}"))
+
+    def _clear_root(self) -> None:
+        """Of what earlier runs have left.  Raises :class:`StorageError`, after all of it has been tried."""
+        with contextlib.ExitStack() as stack:
+            stack.callback(remove_spares, self._catalog, self._rank, self._terms.world_size)
+            if self._rank == 0 or self._catalog.rank is not None:
+                stack.callback(labels.finish, self._catalog, self._terms.attempt)
+                self._met_others = sweep(self._catalog, self._terms.attempt, "all" if self._is_alone else "partial")
 
     # --- listening -------------------------------------------------------------------------
 

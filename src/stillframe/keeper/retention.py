@@ -106,16 +106,29 @@ class Pruner:
                 _remove_files(self._catalog, step, self._is_removable)
 
     def _prune(self, complete_step: int | None) -> None:
-        self._remove_left()
-        committed = self._catalog.steps()
+        errors: list[StorageError] = []
+        with _collected(errors):
+            self._remove_left()
+        committed: list[int] = []
+        damaged: list[int] = []
+        for step in self._catalog.step_dirs():
+            with _collected(errors):
+                if self._catalog.is_committed(step):
+                    committed.append(step)
+                elif self._catalog.is_damaged(step):
+                    damaged.append(step)
         settled = [step for step in committed if complete_step is None or step <= complete_step]
         kept = self._keep.keeps(settled) | {self._newest}  # whatever its number: somebody may have gone back
         for step in settled:
             if step not in kept:
-                self.remove_checkpoint(step)
-        for step in self._catalog.damaged():
+                with _collected(errors):
+                    self.remove_checkpoint(step)
+        for step in damaged:
             if committed and step < committed[-1] and step not in self._in_flight():
-                self.remove_damaged(step)
+                with _collected(errors):
+                    self.remove_damaged(step)
+        if errors:
+            raise errors[0]
 
     def _remove_own_files(self, step: int) -> None:
         """By name: a list of the directory would grow with the number of ranks."""
@@ -192,14 +205,27 @@ def sweep(catalog: Catalog, attempt: str, own: Literal["all", "partial", "nothin
     def is_dead_label(name: str) -> bool:
         return own != "nothing" and names.is_label(name)
 
+    errors: list[StorageError] = []
     for step in catalog.step_dirs():
-        if catalog.is_committed_otherwise(step):
-            continue  # its files belong to a checkpoint that this catalog does not see
-        if catalog.is_committed(step):
-            _remove_strangers(catalog, step, is_dead)
-        elif not any(_is_verdict(name) for name in catalog.store.list(names.step_dir(step))):
-            _remove_files(catalog, step, lambda name: is_dead(name) or is_dead_label(name))
+        with _collected(errors):
+            if catalog.is_committed_otherwise(step):
+                continue  # its files belong to a checkpoint that this catalog does not see
+            if catalog.is_committed(step):
+                _remove_strangers(catalog, step, is_dead)
+            elif not any(_is_verdict(name) for name in catalog.store.list(names.step_dir(step))):
+                _remove_files(catalog, step, lambda name: is_dead(name) or is_dead_label(name))
+    if errors:
+        raise errors[0]
     return bool(living)
+
+
+@contextlib.contextmanager
+def _collected(errors: list[StorageError]) -> Iterator[None]:
+    """One step that cannot be looked at keeps nobody from tidying the others."""
+    try:
+        yield
+    except StorageError as error:
+        errors.append(error)
 
 
 def _is_verdict(name: str) -> bool:

@@ -34,7 +34,7 @@ class _Offer(msgspec.Struct, frozen=True):
     step: int | None
     strict: bool
     seen: list[tuple[int, str, int]] = []
-    """(step, attempt, world size); of a shared root the steps, and but for rank 0 the newest of them."""
+    """(step, attempt, world size); of a shared root the newest step alone."""
 
 
 class _Choice(msgspec.Struct, frozen=True):
@@ -92,8 +92,9 @@ class Resume:
                 with contextlib.suppress(IntegrityError, NotFoundError), self._catalog.open(step) as checkpoint:
                     seen.append((step, checkpoint.manifest.attempt, checkpoint.world_size))
         elif self._asked is None:
-            seen = [(step, "", 0) for step in self._catalog.steps()]
-            seen = seen if self._group.rank == 0 else seen[-1:]
+            # From the newest on: of an older one that cannot be looked at nobody needs to know.
+            newest = self._catalog.latest(skipped)
+            seen = [] if newest is None else [(newest, "", 0)]
         return _Offer(self._asked, self._strict, [each for each in seen if each[0] not in skipped])
 
     def _judge_offers(self, outcomes: list[Answer]) -> _Choice:
@@ -213,6 +214,12 @@ class Resume:
                 else "into a root that all ranks shared: leave out shared=False and {node}"
             )
             raise MismatchError(f"the checkpoints in {self._catalog.root} (newest: step {other[-1]}) were saved {how}")
+        strange = self._catalog.strange_steps()
+        if strange:
+            raise StorageError(
+                f"{self._catalog.dir(strange[-1])} is a link or a file: nothing is read through it, and there is no "
+                "checkpoint beside it. Put the directory itself there, or remove it to start afresh"
+            )
         self.report = RestoreReport(step=None, skipped=tuple(self._skipped))
         damaged = sorted({*self._catalog.damaged(), *(each.step for each in self._skipped)})
         if damaged:

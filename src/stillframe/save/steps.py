@@ -8,7 +8,9 @@ from stillframe.save.saves import Saves
 
 
 class TakenSteps:
-    """The steps that were committed when first asked, and all that were saved since: a new step needs no look at files.
+    """The steps that had a directory when first asked, and all that were saved since: a new step needs no look.
+
+    Names are enough for that: a directory of another step that cannot be looked into keeps no save back.
 
     Several ranks save a step at most once in a run: files of a first try could pass for those of a second.
     """
@@ -42,5 +44,5 @@ class TakenSteps:
 
     def _known_steps(self) -> set[int]:
         if self._known is None:
-            self._known = set(self._catalog.steps())
+            self._known = set(self._catalog.step_dirs())
         return self._known

@@ -6,6 +6,7 @@ import errno
 import os
 import shutil
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -256,3 +257,50 @@ def test_descriptors_do_not_add_up(tmp_path: Path) -> None:
     assert len(os.listdir("/proc/self/fd")) <= before + 16
     store.close()
     assert len(os.listdir("/proc/self/fd")) <= before
+
+
+# --- descriptors -------------------------------------------------------------------------------
+
+
+class FewDescriptors(Calls):
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self.held: set[int] = set()
+
+    def open(self, name: str, flags: int, dir_fd: int | None = None) -> int:
+        return self._hold(lambda: super(FewDescriptors, self).open(name, flags, dir_fd))
+
+    def dup(self, fd: int) -> int:
+        return self._hold(lambda: super(FewDescriptors, self).dup(fd))
+
+    def close(self, fd: int) -> None:
+        self.held.discard(fd)
+        super().close(fd)
+
+    def _hold(self, make: Callable[[], int]) -> int:
+        if len(self.held) >= self._limit:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        fd = make()
+        self.held.add(fd)
+        return fd
+
+
+def test_directories_that_are_held_open_for_speed_fail_no_write(tmp_path: Path) -> None:
+    calls = FewDescriptors(5)
+    store = PosixStore(tmp_path, calls=calls)
+    for number in range(20):
+        store.put(f"step-{number}/key", b"bytes")
+        store.writer(f"step-{number}/blob", 5).finish()
+    store.close()
+    assert not calls.held
+
+
+def test_a_directory_that_is_gone_is_not_held_open(tmp_path: Path) -> None:
+    calls = FewDescriptors(100)
+    store = PosixStore(tmp_path, calls=calls)
+    store.put("first/key", b"bytes")
+    before = len(calls.held)
+    for number in range(3):
+        store.put(f"step-{number}/key", b"bytes")
+        store.delete([f"step-{number}/key"])
+    assert len(calls.held) == before

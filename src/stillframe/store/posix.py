@@ -21,6 +21,7 @@ from stillframe.store.trouble import translated, trouble
 
 _T = TypeVar("_T")
 _NO_LINKS: Final = {errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EMLINK}
+_NO_DESCRIPTORS: Final = {errno.EMFILE, errno.ENFILE}
 _TRIES: Final = 3
 """A directory that is empty may be removed by another client while we are about to put something into it."""
 
@@ -209,6 +210,9 @@ class PosixStore:
                 except FileNotFoundError:
                     if attempt == _TRIES:
                         raise
+                except OSError as error:  # those that are held for speed go first
+                    if error.errno not in _NO_DESCRIPTORS or attempt == _TRIES or not self._root.close():
+                        raise
         raise AssertionError
 
     @contextlib.contextmanager
@@ -290,3 +294,4 @@ class PosixStore:
             for depth in range(len(parts) - 1, -1, -1):
                 with self._root.directory(parts[:depth]) as above:
                     self.calls.rmdir(parts[depth], above)
+                self._root.unpin("/".join(parts[: depth + 1]))

@@ -23,7 +23,8 @@ from stillframe.store.calls import Calls
 from stillframe.store.protocol import PARTIAL, check_key
 
 _DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY
-_PINNED: Final = 16
+_PINNED: Final = 6
+"""The root, and the directories of what is being written just now: each costs a descriptor."""
 
 
 class Root:
@@ -36,11 +37,22 @@ class Root:
         self._pinned: dict[str, int] = {}
         """Directories whose own entry is durable, held open so that no other can have the same inode number."""
 
-    def close(self) -> None:
-        """Let go of the descriptors.  The next durable operation syncs the directories on its way again."""
+    def close(self) -> bool:
+        """Let go of the descriptors; tells whether there were any.
+
+        The next durable operation syncs the directories on its way again.
+        """
         with self._pinning:
             pinned, self._pinned = self._pinned, {}
         for fd in pinned.values():
+            self.calls.close(fd)
+        return bool(pinned)
+
+    def unpin(self, path: str) -> None:
+        """The directory is gone."""
+        with self._pinning:
+            fd = self._pinned.pop(path, -1)
+        if fd >= 0:
             self.calls.close(fd)
 
     # --- directories -----------------------------------------------------------------------
@@ -93,14 +105,15 @@ class Root:
         """Every directory above the root, up to the mount: another client may have made any of them just now."""
         found = self.calls.fstat(fd)
         with contextlib.suppress(PermissionError):  # a directory that we may not open, we have not made either
-            above = self.calls.open("..", _DIRECTORY, fd)
+            at = self.calls.open("..", _DIRECTORY, fd)
             try:
-                upper = self.calls.fstat(above)
-                if upper.st_dev == found.st_dev and upper.st_ino != found.st_ino:
-                    self.sync(above)
-                    self._sync_above(above)
+                while (upper := self.calls.fstat(at)).st_dev == found.st_dev and upper.st_ino != found.st_ino:
+                    self.sync(at)
+                    above = self.calls.open("..", _DIRECTORY, at)
+                    self.calls.close(at)
+                    at, found = above, upper
             finally:
-                self.calls.close(above)
+                self.calls.close(at)
 
     def _make_directories(self, path: str) -> None:
         with contextlib.suppress(FileExistsError):
@@ -137,9 +150,10 @@ class Root:
             dropped = [self._pinned.pop(path)] if path in self._pinned else []
             if len(self._pinned) >= _PINNED:
                 dropped.append(self._pinned.pop(next(each for each in self._pinned if each)))
-            self._pinned[path] = self.calls.dup(fd)
             for each in dropped:
                 self.calls.close(each)
+            with contextlib.suppress(OSError):  # no descriptor is left: the entry is synced again next time
+                self._pinned[path] = self.calls.dup(fd)
 
     def sync(self, fd: int) -> None:
         """The entries of a directory are durable."""

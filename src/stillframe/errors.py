@@ -117,10 +117,15 @@ def to_record(error: BaseException) -> tuple[str, str]:
     """An error as (kind, message), to cross from the keeper to the trainer."""
     if isinstance(error, StillframeError):
         kind = next((kind.__name__ for kind in type(error).__mro__ if kind.__name__ in _BY_NAME), "StillframeError")
-        return kind, str(error)
+        return kind, text_of(error)
     if isinstance(error, OSError):
-        return "StorageError", str(error)
-    return "KeeperError", f"{type(error).__name__} in the keeper: {error}"
+        return "StorageError", text_of(error)
+    return "KeeperError", f"{type(error).__name__} in the keeper: {text_of(error)}"
+
+
+def text_of(error: BaseException) -> str:
+    """What it says, as text that can be encoded: a path may hold bytes that are none."""
+    return str(error).encode("utf-8", "backslashreplace").decode()
 
 
 def from_record(kind: str, message: str) -> StillframeError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import shutil
 import threading
@@ -292,6 +293,13 @@ def test_directories_that_are_held_open_for_speed_fail_no_write(tmp_path: Path) 
         store.put(f"step-{number}/key", b"bytes")
         store.writer(f"step-{number}/blob", 5).finish()
     store.close()
+    assert not calls.held
+
+
+def test_a_store_that_nobody_has_any_more_holds_no_descriptors(tmp_path: Path) -> None:
+    calls = FewDescriptors(100)
+    PosixStore(tmp_path, calls=calls).put("step/key", b"bytes")
+    gc.collect()
     assert not calls.held
 
 

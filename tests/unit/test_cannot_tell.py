@@ -12,7 +12,8 @@ import msgspec
 import pytest
 
 from stillframe import Catalog
-from stillframe.errors import NotFoundError, StorageError
+from stillframe.checkpoint.lock import Life, RootLock, life_of
+from stillframe.errors import NotFoundError, StorageError, to_record
 from stillframe.format import limits, names
 from stillframe.format.records import SealDraft
 from stillframe.keeper import labels
@@ -133,3 +134,21 @@ def test_a_label_of_which_nobody_can_tell_stays_for_the_next_run(root: Path, unr
     assert (root / names.label_partial(3, ATTEMPT)).is_dir()
     labels.finish(Catalog(root), OTHER)
     assert (root / "tag" / "file").read_bytes() == b"x"
+
+
+# --- text --------------------------------------------------------------------------------------
+
+
+def test_a_long_failure_in_any_script_is_read_back_whole(tmp_path: Path) -> None:
+    """A note that cannot be read would let a sweep take a living keeper for a dead one."""
+    lock = RootLock(PosixStore(tmp_path), 1, ATTEMPT)
+    lock.acquire()
+    lock.note("finishing", "\x01" * 2000)
+    assert life_of(PosixStore(tmp_path), 1, ATTEMPT) is Life.ALIVE
+    lock.release()
+
+
+def test_an_error_about_a_path_that_is_no_text_can_be_told() -> None:
+    path = os.fsdecode(b"/root-\xff")
+    kind, message = to_record(StorageError(f"writing {path}"))
+    assert msgspec.json.decode(msgspec.json.encode((kind, message))) == ["StorageError", "writing /root-\\udcff"]

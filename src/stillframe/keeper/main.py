@@ -100,7 +100,7 @@ class Keeper:
             self._lock_root()
         except StorageError as error:
             # A root that cannot be written can still be restored from; saves will say what is wrong.
-            warning = f"nothing can be saved for now: {error}"
+            warning = f"nothing can be saved for now: {errors.text_of(error)}"
         if self._lock.previous_failure:
             warning = f"a checkpoint of the run before is lost: {self._lock.previous_failure}"
         self._tell(messages.Ready(warning))
@@ -114,7 +114,11 @@ class Keeper:
                 try:
                     self._clear_root()
                 except StorageError as error:  # it keeps no save from being made
-                    self._tell(messages.Notice(f"what earlier runs have left could not all be removed: {error}"))
+                    self._tell(
+                        messages.Notice(
+                            f"what earlier runs have left could not all be removed: {errors.text_of(error)}"
+                        )
+                    )
 
     def _clear_root(self) -> None:
         """Of what earlier runs have left.  Raises :class:`StorageError`, after all of it has been tried."""
@@ -291,7 +295,7 @@ class Keeper:
                 if self._met_others:
                     self._met_others = sweep(self._catalog, self._terms.attempt, "nothing")
         except StillframeError as error:
-            self._tell(messages.Notice(f"old checkpoints could not be removed: {error}"))
+            self._tell(messages.Notice(f"old checkpoints could not be removed: {errors.text_of(error)}"))
 
     def _abandon(self, number: int, step: int, kind: str, message: str) -> None:
         """A save that will not be staged: drop it, unless it is finishing already."""

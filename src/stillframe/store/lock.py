@@ -12,7 +12,8 @@ from stillframe.store.protocol import Store
 from stillframe.store.trouble import trouble
 
 _NO_LOCKS = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS}
-_NOTE_BYTES = 4096
+_NOTE_BYTES = 16384
+"""Room for the longest: a failure of 2,000 characters, each of up to six bytes."""
 
 
 class NoLocks(Exception):

@@ -48,6 +48,10 @@ class Root:
             self.calls.close(fd)
         return bool(pinned)
 
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):  # it may not have been made, or the interpreter is ending
+            self.close()
+
     def unpin(self, path: str) -> None:
         """The directory is gone."""
         with self._pinning:

@@ -54,10 +54,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def root(whole: Path, tmp_path: Path) -> Path:
-    def link(source: str, target: str) -> None:
-        (shutil.copy if source.endswith(".lock") else os.link)(source, target)  # a lock with two names is refused
-
-    return Path(shutil.copytree(whole, tmp_path / "root", copy_function=link))
+    return Path(shutil.copytree(whole, tmp_path / "root", copy_function=os.link))
 
 
 # --- the ways to be damaged --------------------------------------------------------------------

@@ -238,3 +238,12 @@ def test_what_cannot_be_told_is_an_error(tmp_path: Path) -> None:
 
 def test_available_memory_is_a_positive_count_of_bytes() -> None:
     assert sizing.memory_available_bytes() > 0
+
+
+def test_a_lock_with_a_second_name_takes_no_note(store: PosixStore) -> None:
+    store.put("lock", b"theirs")
+    os.link(store.where("lock"), store.where("other"))
+    with FileLock(store, "lock", is_made=True) as lock:
+        assert lock.acquire()
+        lock.write(b"ours")
+    assert read_all(store, "other", 10) == b"theirs"

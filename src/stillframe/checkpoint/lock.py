@@ -107,8 +107,8 @@ class RootLock:
 
     @property
     def is_wanted(self) -> bool:
-        """Not held yet, in a store that may have locks."""
-        return self._lock is None and self.is_supported
+        """Not held yet, in a store that may have locks; or held no more, since somebody has removed the file."""
+        return self.is_supported and (self._lock is None or not self._lock.is_current())
 
     def acquire(self) -> None:
         """Blocks while a keeper whose trainer is gone finishes.
@@ -116,23 +116,34 @@ class RootLock:
         Raises: :class:`BusyError` if a living run has the root, or the finishing one takes too long;
         :class:`StorageError` if the root cannot be locked at all.
         """
-        lock: FileLock | None = None
-        try:
-            lock = FileLock(self._store, self._key, is_made=True)
-            self._wait(lock)
-        except NoLocks:
-            self.is_supported = False
-            if lock is not None:
-                lock.close()
-            return
-        except BaseException:
-            if lock is not None:
-                lock.close()
-            raise
-        owner = _read(lock)
+        self.release()
+        while self._lock is None:
+            try:
+                lock = FileLock(self._store, self._key, is_made=True)
+                try:
+                    self._take(lock)
+                finally:
+                    if self._lock is not lock:
+                        lock.close()
+            except NoLocks:
+                self.is_supported = False
+                return
+        owner = _read(self._lock)
         self.previous_failure = owner.failure if owner else ""
-        self._lock = lock
         self.note("training")
+
+    def _take(self, lock: FileLock) -> None:
+        """Wait for the lock, and keep it if it is still the root's own.
+
+        One that may not be written to (it has a second name in a copy made of hard links, or is another user's) is
+        replaced by a fresh file while it is locked: whoever comes next finds that one.
+        """
+        self._wait(lock)
+        if lock.is_current():
+            if lock.is_changeable():
+                self._lock = lock
+            else:
+                self._store.put(self._key, b"", durable=False)
 
     def _wait(self, lock: FileLock) -> None:
         began = time.monotonic()

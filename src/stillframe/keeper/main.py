@@ -55,6 +55,7 @@ class Keeper:
         self._trainer = trainer
         self._is_orphan = False
         self._is_closing = False
+        self._is_cleared = False
         self._arena: memoryview | None = None
         self._saves: dict[int, SegmentWriter] = {}
         self._journal = Journal(terms, rank, keep, lambda: list(self._saves.values()))
@@ -106,11 +107,15 @@ class Keeper:
         self._tell(messages.Ready(warning))
 
     def _lock_root(self) -> None:
-        """The root is there and ours; tried again at each save, for a root that could not be written before."""
+        """The root is there and ours; asked at each save, for a root that could not be written before, or was removed.
+
+        It is cleared once, before the first save: later, files of this attempt are those of saves in flight.
+        """
         if self._lock.is_wanted:
             self._lock.acquire()
             self._journal.begin()
-            if self._lock.is_held:
+            if self._lock.is_held and not self._is_cleared:
+                self._is_cleared = True
                 try:
                     self._clear_root()
                 except StorageError as error:  # it keeps no save from being made

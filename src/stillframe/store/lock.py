@@ -24,7 +24,7 @@ class FileLock:
     """A file that is open to be locked.  The lock goes when it is closed, or with the process, however that ends.
 
     A shared lock opens the file for reading, an exclusive one for writing: NFS asks for that.  ``is_made``: the file is
-    made if it is missing, and can take a note.
+    made if it is missing.
     Raises: :class:`NoLocks`; :class:`Missing`; :class:`StorageError`.
     """
 
@@ -60,11 +60,16 @@ class FileLock:
             return bytes(buffer[: self._store.calls.pread(self._fd, memoryview(buffer), 0)])
         return b""
 
+    def is_changeable(self) -> bool:
+        """Whether it can take a note: it has no other name, and is no other user's."""
+        return self._store.is_changeable(self._fd)
+
     def write(self, note: bytes) -> None:
         """Best effort: a full disk takes no note, and the lock holds all the same."""
         with contextlib.suppress(OSError):
-            self._store.calls.pwrite(self._fd, memoryview(note), 0)
-            self._store.calls.truncate(self._fd, len(note))
+            if self.is_changeable():
+                self._store.calls.pwrite(self._fd, memoryview(note), 0)
+                self._store.calls.truncate(self._fd, len(note))
 
     def close(self) -> None:
         """May be called again."""

@@ -178,11 +178,15 @@ class PosixStore:
                     yield name, Info(found.st_size, stat.S_ISREG(found.st_mode))
 
     def open_to_lock(self, key: str, flags: int) -> int:
-        """A descriptor for :mod:`.lock`; with ``O_CREAT`` one that can take a note.  Raises :class:`StorageError`."""
+        """A descriptor for :mod:`.lock`; with ``O_CREAT`` the file is made.  Raises :class:`StorageError`."""
         if flags & os.O_CREAT:
-            return self._write(key, lambda fd, name: self._root.open_in_place(fd, name, flags), durable=False)
+            return self._write(key, lambda fd, name: self._root.open_regular(fd, name, flags), durable=False)
         with translated(f"opening {self.where(key)}"), self._root.parent(key) as (fd, name):
             return self._root.open_regular(fd, name, flags)
+
+    def is_changeable(self, file: int) -> bool:
+        """Whether a file may be changed in place (:mod:`.root`)."""
+        return self._root.is_changeable(self.calls.fstat(file))
 
     def is_same(self, key: str, file: int) -> bool:
         """Whether the file behind a descriptor has the key now."""

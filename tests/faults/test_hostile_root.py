@@ -73,12 +73,17 @@ def places(root: Path) -> dict[str, Path]:
     }
 
 
-PLACES = [
-    "lock", "lock of another rank", "spare", "unfinished spare", "events", "events of the run", "latest",
-    "unfinished latest", "label", "file of the label", "unfinished label", "label of the next save", "step",
-    "step to be saved", "manifest", "damaged manifest", "pruned manifest", "seal", "segment", "label of a step",
-    "leftover of a dead run",
+GROUPS = [
+    ["lock"],
+    ["lock of another rank", "spare", "events", "latest", "label", "step", "label of a step"],
+    [
+        "unfinished spare", "events of the run", "unfinished latest", "file of the label", "unfinished label",
+        "manifest", "label of the next save",
+    ],
+    ["damaged manifest", "pruned manifest", "seal", "leftover of a dead run", "step to be saved"],
+    ["segment"],
 ]  # fmt: skip
+"""Places that do not hide one another, in one root."""
 
 
 def device(path: Path, outside: Path) -> None:
@@ -132,26 +137,26 @@ def look(root: Path) -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("thing", THINGS)
 def test_in_the_place_of_every_file(whole: Path, tmp_path: Path, thing: str) -> None:
-    for number, place in enumerate(PLACES):
+    for number, group in enumerate(GROUPS):
         outside = tmp_path / f"outside-{number}"
         (outside / "directory").mkdir(parents=True)
         for name in ("file", "directory/rank-00000-0123abcd.safetensors", f"directory/{names.LABEL}"):
             (outside / name).write_bytes(b"precious")
         root = Path(shutil.copytree(whole, tmp_path / f"root-{number}"))
-        path = places(root)[place]
-        if path.is_dir():
-            shutil.rmtree(path)
-        path.unlink(missing_ok=True)
-        THINGS[thing](path, outside)
+        found = places(root)
+        for path in (found[place] for place in group):
+            if path.is_dir():
+                shutil.rmtree(path)
+            path.unlink(missing_ok=True)
+            THINGS[thing](path, outside)
         before = contents(outside)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             look(root)
             live(root)
             look(root)
-        assert contents(outside) == before, f"{thing} in the place of the {place}"
-        shutil.rmtree(root)
+        assert contents(outside) == before, f"{thing} in the place of one of {group}"
 
 
-def test_the_places_are_all_there(whole: Path) -> None:
-    assert list(places(whole)) == PLACES
+def test_every_place_is_in_one_group(whole: Path) -> None:
+    assert sorted(place for group in GROUPS for place in group) == sorted(places(whole))

@@ -35,6 +35,7 @@ from stillframe.format.records import (
 )
 from stillframe.format.segment import OF_TEAM
 from stillframe.keeper.segment import SegmentWriter
+from stillframe.store import heads
 from stillframe.store.protocol import Missing, Store, read_all, read_range
 from stillframe.units import format_ranks
 
@@ -153,6 +154,7 @@ class Coordinator:
         return {file.rank for file in files if file is not None and file.attempt == self._terms.attempt}
 
     def _take_seals(self) -> None:
+        seals: dict[str, int] = {}
         for name in self._list():
             file = names.parse_rank_file(name)
             if file is None or file.is_partial or file.attempt != self._terms.attempt or file.rank in self._entries:
@@ -160,7 +162,11 @@ class Coordinator:
             if file.kind == "failure.json":
                 raise _failure(self._terms.store, self._key(name))
             if file.kind == "seal.json":
-                self._take(file.rank, name)
+                seals[name] = file.rank
+        if seals:
+            directory = names.step_dir(self.save.begin.step)
+            for name, head in heads(self._terms.store, directory, list(seals), HEAD_BYTES[0]):
+                self._take(seals[name], name, head)
 
     def _list(self) -> list[str]:
         return list(self._terms.store.list(names.step_dir(self.save.begin.step)))
@@ -168,11 +174,10 @@ class Coordinator:
     def _key(self, name: str) -> str:
         return self.save.catalog.key(self.save.begin.step, name)
 
-    def _take(self, rank: int, name: str) -> None:
-        store, path = self._terms.store, self._terms.store.where(self._key(name))
-        head = read_range(store, self._key(name), 0, HEAD_BYTES[0])
+    def _take(self, rank: int, name: str, head: bytes) -> None:
+        path = self._terms.store.where(self._key(name))
         if not has_head(head):
-            head = read_range(store, self._key(name), 0, HEAD_BYTES[1])
+            head = read_range(self._terms.store, self._key(name), 0, HEAD_BYTES[1])
         seal, known_by = decode_seal_head(head, file=path)
         if (seal.step, seal.rank, seal.attempt) != (self.save.begin.step, rank, self._terms.attempt):
             raise FormatError(f"{path} is the seal of step {seal.step}, rank {seal.rank}")

@@ -10,14 +10,22 @@ files      the user's own files, outside any root
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator, Sequence
 
 from stillframe.store.posix import PosixStore
-from stillframe.store.protocol import Info, Store
+from stillframe.store.protocol import Info, Store, read_range
 
 
 def open_store(root: str | os.PathLike[str] | Store) -> Store:
     """The store of a root; a store is returned as it is."""
     return PosixStore(root) if isinstance(root, str | os.PathLike) else root
+
+
+def heads(store: Store, directory: str, names: Sequence[str], count: int) -> Iterator[tuple[str, bytes]]:
+    """(name, first bytes) of many files of one directory.  Raises :class:`Missing`; :class:`StorageError`."""
+    if isinstance(store, PosixStore):
+        return store.heads(directory, names, count)
+    return ((name, read_range(store, f"{directory}/{name}", 0, count)) for name in names)
 
 
 def infos(store: Store, directory: str) -> dict[str, Info]:

@@ -19,9 +19,11 @@ from stillframe.model import BLOCK_BYTES
 from stillframe.store.calls import Calls
 from stillframe.store.root import Root, partial_name
 from stillframe.store.trouble import translated
-from stillframe.units import MIB, round_up
+from stillframe.units import KIB, MIB, round_up
 
 _O_DIRECT: Final = getattr(os, "O_DIRECT", 0)
+_DIRECT_BYTES: Final = 64 * KIB
+"""Smaller reads go through the page cache: they are heads of files, into buffers that need not be aligned."""
 _REUSED_BYTES: Final = MIB
 """Blobs from this size on are worth writing over."""
 
@@ -37,8 +39,8 @@ def aligned_buffer(size: int) -> mmap.mmap:
 
 def read_blob(root: Root, fd: int, name: str, start: int, into: memoryview) -> int:
     """Fill ``into``.  A short read is not the end of the file: only zero bytes are.  Raises ``OSError``."""
-    is_aligned = start % BLOCK_BYTES == len(into) % BLOCK_BYTES == 0 and len(into) > 0
-    file, is_direct = _open(root, fd, name, is_aligned)
+    is_worth_it = len(into) >= _DIRECT_BYTES and start % BLOCK_BYTES == len(into) % BLOCK_BYTES == 0
+    file, is_direct = _open(root, fd, name, is_worth_it)
     try:
         return read_whole(root.calls, file, into, start, is_direct)
     finally:
@@ -67,9 +69,9 @@ def read_whole(calls: Calls, file: int, into: memoryview, start: int = 0, is_dir
     return done
 
 
-def _open(root: Root, fd: int, name: str, is_aligned: bool) -> tuple[int, bool]:
+def _open(root: Root, fd: int, name: str, is_worth_it: bool) -> tuple[int, bool]:
     """A descriptor, and whether it goes past the page cache."""
-    if _O_DIRECT and is_aligned:
+    if _O_DIRECT and is_worth_it:
         try:
             return root.open_regular(fd, name, os.O_RDONLY | _O_DIRECT), True
         except OSError as error:

@@ -161,6 +161,14 @@ class PosixStore:
             self._root.sync(fd)
             return True
 
+    def heads(self, directory: str, names: Sequence[str], count: int) -> Iterator[tuple[str, bytes]]:
+        """The first bytes of many files of one directory, which is opened once.  Raises :class:`StorageError`."""
+        with translated(f"reading {self.where(directory)}"), self._root.directory(check_key(directory)) as fd:
+            buffer = memoryview(bytearray(count))
+            for name in names:
+                check_key(f"{directory}/{name}")
+                yield name, bytes(buffer[: read_blob(self._root, fd, name, 0, buffer)])
+
     def infos(self, directory: str) -> dict[str, Info]:
         """The files in a directory, by name: what :meth:`head` tells of each, with one listing for all."""
         with translated(f"listing {self.where(directory)}"):

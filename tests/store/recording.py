@@ -278,7 +278,7 @@ class Recording:
             others = [op for op in self.ops if op is not claim and op.effects().get(claim.key) == claim.value]
             is_claimed = claim.verb == "put_new" and claim.has_effect and claim.begin <= time and not others
             if is_claimed and found[claim.key] == claim.value:
-                for key, value in claim.saw.items():
+                for key, value in ((key, value) for key, value in claim.saw.items() if key in found):  # not a spare
                     mine = [op for op in self.ops if key in op.effects()]
                     if all(op.verb != "hint" for op in mine):
                         yield claim.key, key, {value, *(op.effects()[key] for op in mine if op.end > claim.begin)}

@@ -13,6 +13,7 @@ import torch
 import xxhash
 
 import stillframe
+from tests.ranks.saying import say
 from tests.support import bytes_of, make_model, train_step
 
 
@@ -68,12 +69,12 @@ def main(root: Path, steps: int) -> None:
     state = make_state()
     with stillframe.Checkpointer(root, arena="64MiB", keep=stillframe.KeepLast(2)) as checkpointer:
         start = checkpointer.restore(state) or 0
-        print(f"go {start}", flush=True)  # noqa: T201
+        say(f"go {start}")
         for step in range(start + 1, steps + 1):
             checkpointer.fence()  # the ballast is updated by hand
             advance(state)
             checkpointer.save(step, state)
-    print(f"end {digest(state)}", flush=True)  # noqa: T201
+    say(f"end {digest(state)}")
 
 
 if __name__ == "__main__":

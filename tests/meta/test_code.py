@@ -297,6 +297,24 @@ def test_the_catalog_and_the_keeper_run_without_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": str(SOURCE.parent)})
 
 
+def printing(source: str) -> list[str]:
+    """The calls in a module that write to its output in pieces, or may."""
+    calls = [ast.unparse(node.func) for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    return [call for call in calls if call == "print" or call.endswith(("stdout.write", "stdout.writelines"))]
+
+
+def test_workers_say_whole_lines() -> None:
+    """Those of several ranks share one output, where the pieces of two lines would mix."""
+    assert printing("print('a', 1)")
+    assert printing("sys.stdout.write('a')")
+    assert not printing("say('print()')")
+    tests = Path(__file__).resolve().parent.parent
+    workers = [path for name in ("*worker*.py", "*trainee*.py") for path in tests.rglob(name)]
+    assert len(workers) >= 9
+    for path in workers:
+        assert printing(path.read_text()) == [], f"{path.name} prints; saying.say() writes a line in one piece"
+
+
 def test_files_and_functions_stay_readable() -> None:
     for path in SOURCE.rglob("*.py"):
         text = path.read_text()

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import stillframe
 from stillframe import Checkpointer, StillframeError, version
+from tests.ranks import saying
 
 RANK = int(os.environ["RANK"])
 WORLD = int(os.environ["WORLD_SIZE"])
@@ -25,8 +26,7 @@ scenario = ""
 
 
 def say(*words: object) -> None:
-    sys.stdout.write(f"[{RANK} {scenario}] {' '.join(map(str, words))}\n")
-    sys.stdout.flush()
+    saying.say(f"[{RANK} {scenario}] {' '.join(map(str, words))}")
 
 
 def told(work: Callable[[], Any]) -> None:

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from stillframe import Checkpointer, TrainState
+from tests.ranks.saying import say
 
 
 def main() -> None:
@@ -28,7 +29,7 @@ def main() -> None:
         if is_stuck:
             if dist.get_rank() == 0:
                 checkpointer.save(5, {"w": torch.ones(1000)}).wait("sealed")
-                print("sealed", flush=True)  # noqa: T201
+                say("sealed")
             time.sleep(100)
         for step in (1, 2):
             model(torch.ones(4, 24)).square().mean().backward()

@@ -31,6 +31,7 @@ os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0
 import torch  # noqa: E402
 
 import stillframe  # noqa: E402
+from tests.ranks.saying import say  # noqa: E402
 
 dcp: Any = importlib.import_module("torch.distributed.checkpoint")
 STEPS = 6
@@ -183,7 +184,7 @@ def train(client: Client, root: Path) -> None:
         client.save(step)
         if step == STEPS - 1:
             client.settle()
-            print("committed", step, flush=True)  # noqa: T201
+            say(f"committed {step}")
     client.update()
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -196,7 +197,7 @@ def resume(client: Client, root: Path) -> None:
     assert got.keys() == expected.keys()
     for name in got:
         assert torch.equal(got[name], expected[name]), name
-    print("resumed", step)  # noqa: T201
+    say(f"resumed {step}")
 
 
 def fail(client: Client, root: Path) -> None:
@@ -215,7 +216,7 @@ def fail(client: Client, root: Path) -> None:
         client.settle()
     except (Exception, dcp.CheckpointException) as error:
         assert "in the way" in str(error) or "directory" in str(error), error  # noqa: PT017
-        print("told", type(error).__name__)  # noqa: T201
+        say(f"told {type(error).__name__}")
     client.update()
     assert set(stillframe.Catalog(root).steps()) == before
 

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 import stillframe
 from stillframe.integrations.dcp import Reader, Stager, Writer
+from tests.ranks.saying import say
 from tests.support import assert_same
 
 warnings.simplefilter("ignore")
@@ -191,7 +192,7 @@ def train(root: Path, die_at: int = -1) -> None:
         dcp.load(state, storage_reader=Reader(root))
         set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
         at = state["at"]
-        print(f"resumed at {at}", flush=True)  # noqa: T201
+        say(f"resumed at {at}")
     writer = Writer(root)
     stager = Stager(writer)
     previous = None
@@ -207,7 +208,7 @@ def train(root: Path, die_at: int = -1) -> None:
     if previous is not None:
         previous.upload_completion.result()
     if dist.get_rank() == 0:
-        print("trained", root.name, flush=True)  # noqa: T201
+        say(f"trained {root.name}")
     final = frozen(state_of(model, optimizer))
     if dist.get_rank() == 0:
         torch.save(final, root.parent / f"{root.name}.pt")

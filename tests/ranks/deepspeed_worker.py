@@ -25,6 +25,7 @@ import torch.distributed as dist  # noqa: E402
 
 import stillframe  # noqa: E402
 from stillframe.integrations import deepspeed as ours  # noqa: E402
+from tests.ranks.saying import say  # noqa: E402
 from tests.support import assert_same  # noqa: E402
 
 logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
@@ -423,7 +424,7 @@ def train(root: Path, name: str, die_at: int = -1) -> None:
     engine = build(config(2, "bf16"))
     path, client = engine.load_checkpoint(where)
     at = 0 if path is None else client["at"]
-    print("resumed at", at, flush=True)  # noqa: T201
+    say(f"resumed at {at}")
     for step in range(at, 8):
         update(engine, step)
         engine.save_checkpoint(where, client_state={"at": step + 1})
@@ -431,7 +432,7 @@ def train(root: Path, name: str, die_at: int = -1) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
     (root / name).mkdir(exist_ok=True)
     torch.save(state_of(engine), root / name / f"{dist.get_rank()}.pt")
-    print("trained", name, flush=True)  # noqa: T201
+    say(f"trained {name}")
     engine.destroy()
 
 
@@ -453,7 +454,7 @@ def fewer(root: Path) -> None:
     try:
         engine.load_checkpoint(str(root / "run-calm"))
     except Exception as error:
-        print(error)  # noqa: T201
+        say(str(error))
     engine.destroy()
 
 

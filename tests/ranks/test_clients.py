@@ -17,7 +17,8 @@ CLIENTS = ["checkpointer", "dcp", "dcp-lazy", "deepspeed"]
 
 def run(client: str, root: Path, what: str) -> tuple[int, str]:
     environment = {
-        **os.environ, "PYTHONPATH": str(SOURCE / "src"), "OMP_NUM_THREADS": "1", "ONEDNN_MAX_CPU_ISA": "AVX512_CORE",
+        **os.environ, "PYTHONPATH": os.pathsep.join([str(SOURCE / "src"), str(SOURCE)]),
+        "OMP_NUM_THREADS": "1", "ONEDNN_MAX_CPU_ISA": "AVX512_CORE",
     }  # fmt: skip
     ended = subprocess.run(
         [sys.executable, str(HERE / "client_worker.py"), client, str(root), what],

@@ -27,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 import stillframe
 from stillframe.model import Phase
 from tests.ranks.launch import Launch
+from tests.ranks.saying import say
 from tests.support import bytes_of, is_alive, kill, make_model, train_step, until
 
 ANSWER_S = 60.0
@@ -34,11 +35,6 @@ START_S = 90.0
 
 
 # --- a state and its training, on every rank ---------------------------------------------------
-
-
-def say(line: str) -> None:
-    """A whole line in one write: the ranks share their output."""
-    os.write(sys.stdout.fileno(), f"{line}\n".encode())
 
 
 def make_state(kind: str, ballast: int = 0) -> dict[str, Any]:

@@ -26,10 +26,10 @@ from pathlib import Path
 import msgspec
 from benchmarks.disk import drop_caches
 from rich.console import Console
+from tests import layout
 
 from stillframe.checkpoint.catalog import Catalog
 from stillframe.errors import KeeperError
-from stillframe.format import names
 from stillframe.format.digest import digest
 from stillframe.format.records import SealDraft, Segment, Team, encode_seal, encode_shards, encode_tree
 from stillframe.format.segment import BoxOf, Shard, encode_header
@@ -275,8 +275,8 @@ def verify(root: Path, step: int, result: Commits) -> None:
     with catalog.open(step) as checkpoint:
         assert checkpoint.ranks == list(range(result.ranks))
         assert all(len(checkpoint.of(rank).seal.shards) == PARAMETERS * len(PARTS) for rank in checkpoint.ranks)
-    result.seal_bytes = (catalog.dir(step) / names.seal(result.ranks - 1, ATTEMPT)).stat().st_size
-    result.manifest_bytes = (catalog.dir(step) / names.MANIFEST).stat().st_size
+    result.seal_bytes = layout.seal(root, step, result.ranks - 1).stat().st_size
+    result.manifest_bytes = layout.manifest(root, step).stat().st_size
 
 
 def count_calls(ranks: Sequence[Rank], traced: Rank, first_step: int, root: Path) -> Calls:
@@ -362,16 +362,16 @@ class Collected:
 def collect(root: Path, count: int, console: Console) -> Collected:
     """A directory as so many keepers leave it, but that the others' segments are empty: nobody looks into them."""
     catalog = Catalog(root)
-    directory = catalog.dir(COMMITTED_STEP)
     save = seal_rank_0(catalog, count)
+    directory = layout.step_dir(root, COMMITTED_STEP)
     console.print(f"  writing {count:,} seals")
     for rank in range(1, count):
-        (directory / names.segment(rank, ATTEMPT)).touch()
+        (directory / layout.segment_name(rank, ATTEMPT)).touch()
         data = encode_rank(rank, count)
-        (directory / names.seal(rank, ATTEMPT)).write_bytes(data)
+        (directory / layout.seal_name(rank, ATTEMPT)).write_bytes(data)
     os.sync()
 
-    last = directory / names.seal(count - 1, ATTEMPT)
+    last = layout.seal(root, COMMITTED_STEP, count - 1)
     aside = root / last.name
     last.rename(aside)
     terms = Terms(catalog.store, ATTEMPT, count, STEP_S)
@@ -389,15 +389,14 @@ def collect(root: Path, count: int, console: Console) -> Collected:
     began = time.perf_counter()
     assert coordinator.poll(False)
     finish_s = time.perf_counter() - began
-    manifest = catalog.dir(COMMITTED_STEP) / names.MANIFEST
+    manifest = layout.manifest(root, COMMITTED_STEP)
     manifest_bytes = manifest.read_bytes()
     manifest.unlink()
     last.rename(aside)
     late_s = commit_late(Coordinator(save, terms, has_locks=True), aside, last)
 
-    next_manifest = catalog.dir(NEXT_STEP) / names.MANIFEST
-    next_manifest.parent.mkdir()
-    next_manifest.touch()
+    layout.next_dir(root, NEXT_STEP, is_running=True).mkdir()
+    layout.manifest(root, NEXT_STEP).touch()
     member = Pruner(catalog, KeepLast(1), count - 1, ATTEMPT, is_alone=False)
     member.committed(COMMITTED_STEP, None)
     manifest.unlink()
@@ -450,7 +449,7 @@ def seal_rank_0(catalog: Catalog, count: int) -> SegmentWriter:
 def encode_rank(rank: int, count: int) -> bytes:
     content = make_content(rank, count, COMMITTED_STEP)
     segment = Segment(
-        file=names.segment(rank, ATTEMPT), bytes=len(content.header) + DATA_BYTES, data_start=len(content.header),
+        file=layout.segment_name(rank, ATTEMPT), bytes=len(content.header) + DATA_BYTES, data_start=len(content.header),
         header=digest(content.header), chunk_bytes=CHUNK_BYTES, chunks=[digest(bytes(DATA_BYTES))],
     )  # fmt: skip
     return encode_seal(content.draft, segment)[0]

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from stillframe.checkpoint.catalog import Catalog
+from tests import layout
 
 CHILD_S = 60.0
 
@@ -111,21 +111,9 @@ def keeper_is_gone(root: Path) -> bool:
     """Whether no keeper holds the root: its lock can be had."""
     import fcntl
 
-    with (root / "rank-00000.lock").open() as file:
+    with layout.lock(root).open() as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
         return True
-
-
-def leftovers(root: Path) -> list[str]:
-    """Files in the root that belong to no committed checkpoint."""
-    catalog = Catalog(root)
-    found: list[str] = []
-    for step in catalog.step_dirs():
-        if not catalog.is_committed(step):
-            found += [str(path.relative_to(root)) for path in catalog.dir(step).iterdir()] or [catalog.dir(step).name]
-        else:
-            found += [str(path.relative_to(root)) for path in catalog.dir(step).glob("*.partial")]
-    return found

@@ -125,7 +125,3 @@ def flip(path: Path, at: int) -> None:
         byte = file.read(1)[0]
         file.seek(at)
         file.write(bytes([byte ^ 1]))
-
-
-def segment(root: Path, step: int, rank: int = 0) -> Path:
-    return next((root / f"step-{step:012d}").glob(f"rank-{rank:05d}-*.safetensors"))

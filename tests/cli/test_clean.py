@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from stillframe.checkpoint.catalog import Catalog
-from tests.cli.roots import COMMAND, answer, environment, segment, stillframe
+from tests import layout
+from tests.cli.roots import COMMAND, answer, environment, stillframe
 
 
 def test_a_dry_run_says_what_prune_then_does(copy: Path) -> None:
@@ -21,7 +22,7 @@ def test_a_dry_run_says_what_prune_then_does(copy: Path) -> None:
     assert [each["step"] for each in done["removed"]] == [each["step"] for each in wanted["removed"]] == [10, 20]
     assert (done["bytes"], done["kept"]) == (wanted["bytes"], [30])
     assert Catalog(copy).steps() == [30]
-    assert not (copy / "step-000000000010").exists()
+    assert not layout.has_step(copy, 10)
     stillframe("verify", copy)
 
 
@@ -39,7 +40,7 @@ def test_prune_wants_to_know_what_to_keep(copy: Path, arguments: list[str]) -> N
 def test_prune_of_a_sharded_root_removes_all_ranks(sharded_copy: Path) -> None:
     stillframe("prune", sharded_copy, "--keep-last", 1)
     assert Catalog(sharded_copy).steps() == [2]
-    assert not (sharded_copy / "step-000000000001").exists()
+    assert not layout.has_step(sharded_copy, 1)
 
 
 def test_a_split_root_is_not_pruned_by_hand(split: Path, tmp_path: Path) -> None:
@@ -54,16 +55,14 @@ def test_a_split_root_is_not_pruned_by_hand(split: Path, tmp_path: Path) -> None
 @pytest.mark.parametrize("lack", ["segment", "seal", "short", "manifest", "newer"])
 def test_a_newest_step_that_lacks_something_does_not_count(copy: Path, lack: str) -> None:
     """Else the last whole checkpoint would go, and one that cannot be restored would stay."""
-    directory = copy / "step-000000000030"
-    manifest = directory / "manifest.json"
     if lack == "short":
-        os.truncate(segment(copy, 30), 4096)
+        os.truncate(layout.segment(copy, 30), 4096)
     elif lack == "manifest":
-        manifest.write_text("{}")
+        layout.manifest(copy, 30).write_text("{}")
     elif lack == "newer":
-        manifest.write_bytes(manifest.read_bytes().replace(b'"stillframe":2', b'"stillframe":99'))
+        layout.make_newer(layout.manifest(copy, 30))
     else:
-        next(directory.glob("*.safetensors" if lack == "segment" else "*.seal.json")).unlink()
+        layout.file(copy, 30, lack).unlink()
     wanted = answer("prune", copy, "--keep-last", 1, "--dry-run")
     done = answer("prune", copy, "--keep-last", 1)
     assert [each["step"] for each in done["removed"]] == [each["step"] for each in wanted["removed"]] == [10]
@@ -86,28 +85,27 @@ def test_leftovers_of_a_killed_run_go(copy: Path) -> None:
         "os.kill(c.keeper_pid, signal.SIGKILL); os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     subprocess.run([COMMAND[0], "-c", code, str(copy)], env=environment(PYTHONWARNINGS="ignore"), capture_output=True)
-    left = copy / "step-000000000050"
-    left.mkdir(exist_ok=True)
-    (left / "rank-00000-0123abcd.safetensors.00000000.partial").write_bytes(bytes(100))
-    (copy / "rank-00000.spare").write_bytes(bytes(10))
+    layout.make_torn_step(copy, 50)
+    layout.spare(copy).write_bytes(bytes(10))
     text = stillframe("doctor", copy, code=11)
     assert "never committed (steps 50)" in text
     assert "--leftovers" in text
     assert "spare" in text
     stillframe("prune", copy, "--leftovers", "--dry-run")
-    assert left.exists()
+    assert layout.has_step(copy, 50)
     assert "removed step 50" in stillframe("prune", copy, "--leftovers")
-    assert not left.exists()
-    assert not (copy / "rank-00000.spare").exists()
+    assert not layout.has_step(copy, 50)
+    assert not layout.spare(copy).exists()
     assert Catalog(copy).steps() == [10, 20, 30]
     stillframe("doctor", copy)
 
 
 def test_prune_touches_no_strangers(copy: Path) -> None:
-    (copy / "step-000000000010/notes.txt").write_text("mine")
+    notes = layout.step_dir(copy, 10) / "notes.txt"
+    notes.write_text("mine")
     (copy / "README").write_text("mine")
     stillframe("prune", copy, "--keep-last", 1, "--leftovers")
-    assert (copy / "step-000000000010/notes.txt").read_text() == "mine"
+    assert notes.read_text() == "mine"
     assert (copy / "README").exists()
 
 
@@ -118,14 +116,15 @@ def test_doctor_is_content_with_a_whole_root(single: Path, sharded: Path, split:
 
 
 def test_doctor_finds_what_is_missing(sharded_copy: Path) -> None:
-    next((sharded_copy / "step-000000000002").glob("rank-00001-*.safetensors")).unlink()
+    missing = layout.segment(sharded_copy, 2, rank=1)
+    missing.unlink()
     text = stillframe("doctor", sharded_copy, code=4)
-    assert "step 2 is damaged: rank-00001" in text
+    assert f"step 2 is damaged: {missing.name}" in text
     assert "→" in text
 
 
 def test_doctor_finds_a_withdrawn_checkpoint(copy: Path) -> None:
-    os.rename(copy / "step-000000000010/manifest.json", copy / "step-000000000010/manifest.damaged.json")
+    layout.set_aside(copy, 10)
     findings = answer("doctor", copy, code=4)["findings"]
     assert [each["level"] for each in findings if "step 10" in each["what"]] == ["damage"]
 

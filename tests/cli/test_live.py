@@ -17,13 +17,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from stillframe.checkpoint.events import DIRECTORY, event_files, event_key, read_events
+from stillframe.checkpoint.events import event_files, event_key, read_events
 from stillframe.format import events
 from stillframe.keeper import journal
 from stillframe.observe.history import histories
 from stillframe.observe.watch import Follower
 from stillframe.store.posix import PosixStore
-from tests.cli.roots import COMMAND, answer, environment, flip, segment, stillframe
+from tests import layout
+from tests.cli.roots import COMMAND, answer, environment, flip, stillframe
 from tests.ranks.launch import Launch
 from tests.support import start_child
 
@@ -80,7 +81,7 @@ def test_two_ranks_record_for_themselves(sharded: Path) -> None:
 
 def test_a_restart_is_another_attempt_and_its_restore_is_recorded(run: Path, tmp_path: Path) -> None:
     root = Path(shutil.copytree(run, tmp_path / "run"))
-    flip(segment(root, 8), 4096)
+    flip(layout.segment(root, 8), 4096)
     code = "import sys, warnings; warnings.simplefilter('ignore')\n" + TRAINEE.replace("range(1,", "range(9,")
     child = start_child(code, root, 10)
     _, err = child.communicate(timeout=60)
@@ -95,9 +96,10 @@ def test_a_restart_is_another_attempt_and_its_restore_is_recorded(run: Path, tmp
 def test_a_failed_save_is_recorded_with_its_cause(run: Path, tmp_path: Path) -> None:
     root = Path(shutil.copytree(run, tmp_path / "run"))
     code = (
-        "import sys, torch, stillframe\n"
+        "import pathlib, sys, torch, stillframe\n"
+        "from tests import layout\n"
         "c = stillframe.Checkpointer(sys.argv[1], arena='64MiB', on_error='warn')\n"
-        "open(sys.argv[1] + '/step-000000000077', 'w').close()\n"
+        "layout.next_dir(pathlib.Path(sys.argv[1]), 77, is_running=True).write_text('in the way')\n"
         "c.save(77, {'w': torch.ones(3)})\n"
         "try:\n    c.close()\nexcept stillframe.StillframeError: pass\n"
     )
@@ -105,8 +107,8 @@ def test_a_failed_save_is_recorded_with_its_cause(run: Path, tmp_path: Path) -> 
     child.communicate(timeout=60)
     (failed,) = histories(root)[-1].failed
     assert failed.step == 77
-    assert "step-000000000077" in failed.error
-    assert "step-000000000077" in _page(root, tmp_path)
+    assert layout.step_dir(root, 77).name in failed.error
+    assert layout.step_dir(root, 77).name in _page(root, tmp_path)
 
 
 def test_events_that_cannot_be_read_are_passed_over(run: Path, tmp_path: Path) -> None:
@@ -115,7 +117,7 @@ def test_events_that_cannot_be_read_are_passed_over(run: Path, tmp_path: Path) -
     with (root / key).open("ab") as file:
         file.write(b'{"kind":"of tomorrow"}\n' + b"[" * 100_000 + b'\n\xff\xfe\n{"kind":"save","at_s":')
     assert len(histories(root)[0].committed) == 8
-    (root / DIRECTORY / "notes.txt").write_text("mine")
+    (layout.events_dir(root) / "notes.txt").write_text("mine")
     assert len(histories(root)) == 1
 
 
@@ -124,7 +126,7 @@ def test_events_do_not_grow_without_end(tmp_path: Path, monkeypatch: pytest.Monk
     run = events.KeeperStarted(0.0, 0, 1, "0123abcd", "here", 1, "0")
     store = PosixStore(tmp_path)
     log = journal.EventLog(store, event_key(0, "0123abcd"), run)
-    (tmp_path / "step-000000000001").mkdir()
+    layout.torn_dir(tmp_path, 1).mkdir()
     follower = Follower(tmp_path)
     for at in range(200):
         log.write(events.Save(float(at), at, "committed", 0, 0.0))
@@ -145,7 +147,7 @@ def test_events_do_not_grow_without_end(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_a_root_that_takes_no_events_takes_checkpoints(tmp_path: Path) -> None:
     (tmp_path / "r").mkdir()
-    (tmp_path / "r" / DIRECTORY).write_text("in the way")
+    layout.block_events(tmp_path / "r")
     child = start_child(TRAINEE, tmp_path / "r", 2)
     _, err = child.communicate(timeout=60)
     assert child.returncode == 0, err
@@ -284,7 +286,7 @@ def test_a_trace_is_not_written_over(run: Path, tmp_path: Path) -> None:
 
 def test_a_trace_without_events_says_so(single: Path, tmp_path: Path) -> None:
     root = Path(shutil.copytree(single, tmp_path / "gpt"))
-    shutil.rmtree(root / DIRECTORY)
+    layout.remove_events(root)
     assert "no run has left events" in stillframe("trace", root, code=3, cwd=tmp_path)
     assert "is not known" in _page(root, tmp_path)
 

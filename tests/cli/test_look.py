@@ -15,7 +15,9 @@ import torch
 from stillframe import Checkpointer, load
 from stillframe.checkpoint.catalog import Catalog
 from stillframe.cli.diff import measured
-from tests.cli.roots import COMMAND, STEPS, answer, environment, flip, segment, stillframe
+from tests import layout
+from tests.cli.roots import COMMAND, STEPS, answer, environment, flip, stillframe
+from tests.layout import segment
 from tests.support import assert_same
 
 # --- list ------------------------------------------------------------------------------------
@@ -33,8 +35,7 @@ def test_list_says_the_same_in_json(single: Path) -> None:
     assert (found["root"], found["latest"], found["writers"]) == (str(single), 30, [])
     assert [each["step"] for each in found["steps"]] == list(STEPS)
     for each in found["steps"]:
-        files = list((single / f"step-{each['step']:012d}").iterdir())
-        assert each["bytes"] == sum(path.stat().st_size for path in files)
+        assert each["bytes"] == sum((single / name).stat().st_size for name in layout.files_of(single, each["step"]))
         assert each["state"] == "committed"
         assert 0 <= each["stage_s"] <= each["seal_s"] <= each["commit_s"] < 60
 
@@ -57,8 +58,8 @@ def test_list_of_a_root_that_the_ranks_do_not_share(split: Path) -> None:
 
 
 def test_list_tells_the_states_apart(copy: Path) -> None:
-    os.rename(copy / "step-000000000010/manifest.json", copy / "step-000000000010/manifest.damaged.json")
-    (copy / "step-000000000020/manifest.json").unlink()
+    layout.set_aside(copy, 10)
+    layout.uncommit(copy, 20)
     segment(copy, 30).unlink()
     found = {each["step"]: each for each in answer("list", copy)["steps"]}
     assert [found[step]["state"] for step in STEPS] == ["damaged", "incomplete", "damaged"]
@@ -112,19 +113,18 @@ def test_what_is_no_root_gets_advice(single: Path, tmp_path: Path) -> None:
     assert "is empty" in stillframe("list", empty, code=3)
     assert "is a file" in stillframe("list", file, code=3)
     assert str(single) in stillframe("list", single.parent, code=3)
-    assert f"give the root: {single}" in stillframe("list", single / "step-000000000010", code=3)
+    assert f"give the root: {single}" in stillframe("list", layout.step_dir(single, 10), code=3)
     for command in ("show", "verify", "doctor", "watch", "trace", "report"):
         stillframe(command, tmp_path / "nowhere", code=3)
 
 
 def test_a_newer_format_says_upgrade(copy: Path) -> None:
-    path = copy / "step-000000000030/manifest.json"
-    path.write_bytes(path.read_bytes().replace(b'"stillframe":2', b'"stillframe":99'))
+    layout.make_newer(layout.manifest(copy, 30))
     done = subprocess.run([*COMMAND, "list", str(copy)], env=environment(), capture_output=True, text=True)
     assert done.returncode == 5
     assert "newer format" in done.stdout
     assert "10" in done.stdout
-    assert "99" in done.stderr
+    assert str(layout.NEWER) in done.stderr
     assert "upgrade" in stillframe("doctor", copy, code=11)
     stillframe("verify", copy, 30, code=5)
 
@@ -251,7 +251,7 @@ def test_verify_reads_every_byte(which: str, request: pytest.FixtureRequest) -> 
     found = answer("verify", root, "--all")
     assert all(each["is_whole"] for each in found["steps"])
     for each in found["steps"]:
-        files = (root / f"step-{each['step']:012d}").glob("*.safetensors")
+        files = layout.segments(root, each["step"])
         headers = [(path.stat().st_size, int.from_bytes(path.read_bytes()[:8], "little") + 8) for path in files]
         assert each["bytes"] == sum(size - header for size, header in headers)
     assert "nothing damaged" in stillframe("verify", root)
@@ -272,7 +272,7 @@ def test_verify_names_file_chunk_and_tensor(copy: Path) -> None:
 def test_verify_goes_on_after_damage(sharded_copy: Path) -> None:
     flip(segment(sharded_copy, 2, 0), 4096 + 1)
     flip(segment(sharded_copy, 2, 1), 20)
-    next((sharded_copy / "step-000000000001").glob("rank-00001-*.seal.json")).write_text("{}")
+    layout.seal(sharded_copy, 1, rank=1).write_text("{}")
     found = answer("verify", sharded_copy, "--all", code=4)["steps"]
     assert [(each["rank"], each["chunk"]) for each in found[1]["damages"]] == [(0, 0), (1, None)]
     assert [each["rank"] for each in found[0]["damages"]] == [1]
@@ -425,8 +425,7 @@ def test_verify_checks_the_header_of_a_segment_without_data(tmp_path: Path) -> N
 
 
 def test_verify_does_not_keep_quiet_about_what_it_cannot_read(copy: Path) -> None:
-    path = copy / "step-000000000030/manifest.json"
-    path.write_bytes(path.read_bytes().replace(b'"stillframe":2', b'"stillframe":99'))
+    layout.make_newer(layout.manifest(copy, 30))
     stillframe("verify", copy, "--all", code=5)
     flip(segment(copy, 10), 4096)
     stillframe("verify", copy, "--all", code=4)

@@ -20,7 +20,8 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from stillframe import Checkpointer, load
-from tests.cli.roots import COMMAND, Net, answer, environment, flip, make_state, segment, stillframe
+from tests.cli.roots import COMMAND, Net, answer, environment, flip, make_state, stillframe
+from tests.layout import segment
 from tests.support import assert_same
 
 

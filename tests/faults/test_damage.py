@@ -21,10 +21,10 @@ import torch
 
 from stillframe import Catalog, Checkpointer, IntegrityError, NotFoundError, VersionError, load
 from stillframe.model import CHUNK_BYTES
+from tests import layout
 from tests.support import assert_same
 
 DATA_START = 4096
-FILES = {"segment": "rank-*.safetensors", "seal": "rank-*.seal.json", "manifest": "manifest.json"}
 
 
 def make_state(step: int) -> dict[str, Any]:
@@ -104,7 +104,7 @@ class Damage:
         return self.name
 
     def apply(self, root: Path, step: int = 2) -> Path:
-        path = next(Catalog(root).dir(step).glob(FILES[self.file]))
+        path = layout.file(root, step, self.file)
         shutil.copy2(path, root.parent / "own")
         os.replace(root.parent / "own", path)  # no longer a link to the undamaged one
         self.do(path)
@@ -206,7 +206,7 @@ def test_restore_passes_over_as_many_damaged_steps_as_there_are(root: Path) -> N
     save_all(root, 3, 4)
     DAMAGES[3].apply(root, 4)
     DAMAGES[-1].apply(root, 3)
-    os.unlink(next(Catalog(root).dir(2).glob("*.seal.json")))
+    layout.seal(root, 2).unlink()
     state = make_state(99)
     with Checkpointer(root) as checkpointer:
         with pytest.warns(RuntimeWarning, match="damaged") as caught:
@@ -246,7 +246,7 @@ def test_a_run_started_again_is_told_again_that_every_checkpoint_is_damaged(root
 
 
 def test_without_a_manifest_there_is_no_checkpoint(root: Path) -> None:
-    os.unlink(Catalog(root).dir(2) / "manifest.json")
+    layout.uncommit(root, 2)
     assert Catalog(root).steps() == [1]
     with pytest.raises(NotFoundError, match="step 2 is not a checkpoint"):
         load(root, 2)
@@ -259,9 +259,9 @@ def test_without_a_manifest_there_is_no_checkpoint(root: Path) -> None:
 
 
 def test_what_has_no_manifest_is_swept_by_the_next_run(root: Path) -> None:
-    os.unlink(Catalog(root).dir(2) / "manifest.json")
+    layout.uncommit(root, 2)
     save_all(root, 3)
-    assert Catalog(root).step_dirs() == [1, 3]
+    assert layout.steps_there(root) == [1, 3]
 
 
 def test_the_files_of_a_damaged_step_stay_for_a_person_to_look_at(root: Path) -> None:
@@ -298,7 +298,7 @@ def outcome(root: Path) -> str:
 
 @pytest.mark.parametrize("file", ["seal", "manifest"])
 def test_every_flipped_bit_is_refused(small: Path, file: str) -> None:
-    path = next(Catalog(small).dir(1).glob(FILES[file]))
+    path = layout.file(small, 1, file)
     data = path.read_bytes()
     wrong = {}
     with path.open("r+b", buffering=0) as writing:
@@ -314,7 +314,7 @@ def test_every_flipped_bit_is_refused(small: Path, file: str) -> None:
 
 @pytest.mark.parametrize("file", ["seal", "manifest"])
 def test_bytes_replaced_at_random_are_refused(small: Path, file: str) -> None:
-    path = next(Catalog(small).dir(1).glob(FILES[file]))
+    path = layout.file(small, 1, file)
     data = path.read_bytes()
     chance = random.Random(20)
     wrong = {}
@@ -331,7 +331,7 @@ def test_bytes_replaced_at_random_are_refused(small: Path, file: str) -> None:
 
 @pytest.mark.parametrize("file", ["seal", "manifest"])
 def test_every_cut_is_refused(small: Path, file: str) -> None:
-    path = next(Catalog(small).dir(1).glob(FILES[file]))
+    path = layout.file(small, 1, file)
     wrong = {}
     for size in reversed(range(path.stat().st_size - 1)):  # the last byte is a line feed, and says nothing
         os.truncate(path, size)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import sys
 import warnings
@@ -38,6 +39,7 @@ from stillframe import (
 )
 from stillframe.model import CHUNK_BYTES
 from stillframe.units import GIB, MIB
+from tests import layout
 from tests.support import assert_same, kill, run_child, start_child
 
 SPLICE = "@splice@"
@@ -67,13 +69,12 @@ def envelope(kind: str, body: bytes, version: int = 1) -> bytes:
 class Forged:
     """The seal and the manifest of one step, to be changed at will; the checksums follow."""
 
-    def __init__(self, dir: Path) -> None:
-        self.dir = dir
-        self.seal_path = next(dir.glob("*.seal.json"))
-        self.segment_path = next(dir.glob("*.safetensors"))
-        self.seal: dict[str, Any] = json.loads(self.seal_path.read_bytes())["body"]
-        self.manifest: dict[str, Any] = json.loads((dir / "manifest.json").read_bytes())["body"]
-        self.seal["step"] = self.manifest["step"] = int(dir.name.removeprefix("step-"))
+    def __init__(self, root: Path, step: int) -> None:
+        self.root = root
+        self.paths = {kind: layout.file(root, step, kind) for kind in ("segment", "seal", "manifest")}
+        self.seal: dict[str, Any] = json.loads(self.paths["seal"].read_bytes())["body"]
+        self.manifest: dict[str, Any] = json.loads(self.paths["manifest"].read_bytes())["body"]
+        self.seal["step"] = self.manifest["step"] = step
         self.segment: dict[str, Any] = self.seal["segment"]
         self.rank: dict[str, Any] = self.manifest["ranks"][0]
         self.tree: dict[str, Any] = self.seal["tree"]
@@ -90,10 +91,10 @@ class Forged:
 
     def write(self) -> None:
         seal = envelope("seal", self._bytes(self.seal), self.seal_version)
-        self.seal_path.write_bytes(seal)
+        self.paths["seal"].write_bytes(seal)
         self.rank["seal_digest"] = xxhash.xxh3_128_hexdigest(seal)
         manifest = envelope("manifest", self._bytes(self.manifest), self.manifest_version)
-        (self.dir / "manifest.json").write_bytes(manifest)
+        self.paths["manifest"].write_bytes(manifest)
 
     def _bytes(self, body: dict[str, Any]) -> bytes:
         return json.dumps(body).encode().replace(json.dumps(SPLICE).encode(), self.splice)
@@ -183,7 +184,7 @@ def odd_as_half(forged: Forged) -> None:
 
 def outside(forged: Forged) -> Path:
     """Beside the root: what a step's directory must not reach."""
-    path = forged.dir.parent.parent / "outside"
+    path = forged.root.parent / "outside"
     path.mkdir(exist_ok=True)
     return path
 
@@ -192,7 +193,7 @@ def name_outside(key: str, make: Callable[[str], str]) -> Callable[[Forged], obj
     """The manifest names a good file, which lies outside."""
 
     def forge(forged: Forged) -> None:
-        path = shutil.copy2(forged.dir / forged.rank[key], outside(forged))
+        path = shutil.copy2(forged.paths[key], outside(forged))
         forged.rank[key] = make(str(path))
 
     return forge
@@ -200,8 +201,8 @@ def name_outside(key: str, make: Callable[[str], str]) -> Callable[[Forged], obj
 
 def link_outside(which: str) -> Callable[[Forged], object]:
     def then(forged: Forged) -> None:
-        path = _path(forged, which)
-        target = outside(forged) / f"{forged.dir.name}-{path.name}"
+        path = forged.paths[which]
+        target = outside(forged) / f"{path.parent.name}-{path.name}"
         shutil.move(path, target)
         path.symlink_to(target)
 
@@ -209,19 +210,15 @@ def link_outside(which: str) -> Callable[[Forged], object]:
 
 
 def sparse(which: str) -> Callable[[Forged], object]:
-    return lambda forged: os.truncate(_path(forged, which), 40 * GIB)
+    return lambda forged: os.truncate(forged.paths[which], 40 * GIB)
 
 
 def directory(which: str) -> Callable[[Forged], object]:
     def then(forged: Forged) -> None:
-        _path(forged, which).unlink()
-        _path(forged, which).mkdir()
+        forged.paths[which].unlink()
+        forged.paths[which].mkdir()
 
     return then
-
-
-def _path(forged: Forged, which: str) -> Path:
-    return forged.dir / which if which == "manifest.json" else forged.dir / forged.rank[which]
 
 
 def nothing(forged: Forged) -> None:
@@ -231,9 +228,9 @@ def nothing(forged: Forged) -> None:
 DEEP = 100_000
 CASES = [
     # names
-    Case("segment-above", segment(file="../rank-00000-00000000.safetensors")),
+    Case("segment-above", segment(file=f"../{layout.segment_name()}")),
     Case("segment-absolute", segment(file="/etc/passwd")),
-    Case("segment-below", segment(file="a/rank-00000-00000000.safetensors")),
+    Case("segment-below", segment(file=f"a/{layout.segment_name()}")),
     Case("seal-of-another-attempt", lambda forged: forged.seal.update(attempt="../../..")),
     Case("seal-of-another-step", lambda forged: forged.seal.update(step=7)),
     Case("manifest-names-segment-above", name_outside("segment", lambda path: f"../../outside/{Path(path).name}")),
@@ -336,8 +333,8 @@ CASES = [
     Case("seal-version-negative", lambda forged: setattr(forged, "seal_version", -1)),
     # not even files
     *(
-        Case(f"{name}-{how}", nothing, IntegrityError, then(which))
-        for name, which in {"manifest": "manifest.json", "seal": "seal", "segment": "segment"}.items()
+        Case(f"{which}-{how}", nothing, IntegrityError, then(which))
+        for which in ("manifest", "seal", "segment")
         for how, then in {"linked-outside": link_outside, "of-40-GiB": sparse, "a-directory": directory}.items()
     ),
 ]
@@ -360,10 +357,10 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def hang_up(good: Path, into: Path) -> Path:
     """A root with the good step 1, and a step for every case."""
     root = into / "root"
-    shutil.copytree(Catalog(good).dir(1), Catalog(root).dir(1))
+    layout.copy_step(good, 1, root, 1)
     for step, case in STEPS.items():
-        shutil.copytree(Catalog(good).dir(2), Catalog(root).dir(step))
-        forged = Forged(Catalog(root).dir(step))
+        layout.copy_step(good, 2, root, step)
+        forged = Forged(root, step)
         case.forge(forged)
         forged.write()
         case.then(forged)
@@ -387,7 +384,7 @@ def root(good: Path, tmp_path: Path) -> Path:
 
 def test_a_forgery_that_says_nothing_false_is_read(root: Path) -> None:
     """The forger's tools are right: only what a case changes is refused."""
-    Forged(Catalog(root).dir(2)).write()
+    Forged(root, 2).write()
     assert_same(load(root, 2), make_state(2))
 
 
@@ -424,7 +421,7 @@ def test_restore_passes_over_all_that_fit_the_state(good: Path, tmp_path: Path) 
                 assert checkpointer.restore(state) == 1
                 break
             except MismatchError:
-                shutil.rmtree(Catalog(root).dir(Catalog(root).steps()[-1]))
+                shutil.rmtree(layout.step_dir(root, Catalog(root).steps()[-1]))
     assert_same(state, make_state(1))
 
 
@@ -485,7 +482,7 @@ def test_memory_stays_bounded(watched: dict[str, Any]) -> None:
 
 
 def forge_value(root: Path, value: Any) -> None:
-    forged = Forged(Catalog(root).dir(2))
+    forged = Forged(root, 2)
     forged.seal["values"] = [value]
     forged.write()
 
@@ -543,8 +540,8 @@ def test_thousands_of_small_chunks_are_read_like_a_few_large_ones(tmp_path: Path
     with Checkpointer(tmp_path / "root") as checkpointer:
         checkpointer.save(1, state)
         checkpointer.wait()
-    forged = Forged(Catalog(tmp_path / "root").dir(1))
-    data = forged.segment_path.read_bytes()[forged.segment["data_start"] :]
+    forged = Forged(tmp_path / "root", 1)
+    data = forged.paths["segment"].read_bytes()[forged.segment["data_start"] :]
     chunks = [xxhash.xxh3_128_hexdigest(data[start : start + 4096]) for start in range(0, len(data), 4096)]
     forged.segment.update(chunk_bytes=4096, chunks=chunks)
     forged.write()
@@ -557,8 +554,8 @@ def test_thousands_of_small_chunks_are_read_like_a_few_large_ones(tmp_path: Path
 
 @pytest.mark.parametrize("which", ["manifest_version", "seal_version"])
 def test_a_newer_version_is_neither_damaged_nor_passed_over(root: Path, which: str) -> None:
-    forged = Forged(Catalog(root).dir(2))
-    setattr(forged, which, 3)
+    forged = Forged(root, 2)
+    setattr(forged, which, layout.NEWER)
     forged.write()
     with Checkpointer(root) as checkpointer, pytest.raises(VersionError, match="upgrade"):
         checkpointer.restore(make_state(99))
@@ -568,31 +565,33 @@ def test_a_newer_version_is_neither_damaged_nor_passed_over(root: Path, which: s
 
 
 def test_a_newer_version_needs_nothing_but_its_number_to_be_known(root: Path) -> None:
-    (Catalog(root).dir(2) / "manifest.json").write_bytes(b'{"stillframe": 3, "anything": [{"else": 1.5}]}')
+    layout.manifest(root, 2).write_bytes(b'{"stillframe": %d, "anything": [{"else": 1.5}]}' % layout.NEWER)
     with pytest.raises(VersionError, match="upgrade"):
         load(root, 2)
 
 
 def test_a_manifest_that_names_a_rank_without_files_is_damaged(root: Path) -> None:
-    forged = Forged(Catalog(root).dir(2))
-    second = {key: str(forged.rank[key]).replace("rank-00000", "rank-00001") for key in ("segment", "seal")}
+    forged = Forged(root, 2)
+    second = {key: layout.of_rank(forged.rank[key], 1) for key in ("segment", "seal")}
     forged.manifest["ranks"].append({**forged.rank, **second, "rank": 1})
     forged.manifest["world_size"] = forged.seal["world_size"] = 2
     forged.write()
-    with Checkpointer(root) as checkpointer, pytest.warns(RuntimeWarning, match="rank-00001"):
+    either = "|".join(map(re.escape, second.values()))
+    with Checkpointer(root) as checkpointer, pytest.warns(RuntimeWarning, match=either):
         assert checkpointer.restore(make_state(99)) == 1
     assert Catalog(root).steps() == [1]
 
 
 def test_a_run_leaves_the_files_of_a_newer_version_alone(root: Path) -> None:
-    forged = Forged(Catalog(root).dir(2))
-    forged.manifest_version = 3
+    forged = Forged(root, 2)
+    forged.manifest_version = layout.NEWER
     forged.write()
-    (forged.dir / "rank-00007-0123abcd.safetensors").write_bytes(b"the newer version knows why")
-    before = contents(forged.dir)
+    directory = layout.step_dir(root, 2)
+    layout.stray_segment(directory, rank=7).write_bytes(b"the newer version knows why")
+    before = contents(directory)
     with Checkpointer(root) as checkpointer:
         checkpointer.save(3, make_state(3))
-    assert contents(forged.dir) == before
+    assert contents(directory) == before
 
 
 # --- deleting and writing ----------------------------------------------------------------------
@@ -609,14 +608,16 @@ def save_and_prune(root: Path, *steps: int) -> None:
             checkpointer.wait()
 
 
-@pytest.mark.parametrize("published", ["", "manifest.json", "manifest.damaged.json"])
-def test_nothing_is_deleted_through_a_linked_step(root: Path, tmp_path: Path, published: str) -> None:
-    elsewhere = tmp_path / "elsewhere"
-    shutil.copytree(Catalog(root).dir(2), elsewhere)
-    (elsewhere / "rank-00001-0123abcd.safetensors").write_bytes(b"precious")
-    os.rename(elsewhere / "manifest.json", elsewhere / (published or "notes"))
-    shutil.rmtree(Catalog(root).dir(2))
-    Catalog(root).dir(2).symlink_to(elsewhere)
+@pytest.mark.parametrize("state", ["never committed", "committed", "set aside"])
+def test_nothing_is_deleted_through_a_linked_step(root: Path, tmp_path: Path, state: str) -> None:
+    elsewhere, directory = tmp_path / "elsewhere", layout.step_dir(root, 2)
+    layout.stray_segment(directory, rank=1).write_bytes(b"precious")
+    if state == "never committed":
+        layout.manifest(root, 2).rename(directory / "notes")
+    elif state == "set aside":
+        layout.set_aside(root, 2)
+    shutil.move(directory, elsewhere)
+    directory.symlink_to(elsewhere)
     before = contents(elsewhere)
     save_and_prune(root, 3, 4)
     assert contents(elsewhere) == before
@@ -625,7 +626,7 @@ def test_nothing_is_deleted_through_a_linked_step(root: Path, tmp_path: Path, pu
 
 def test_nothing_is_written_through_a_linked_step(root: Path, tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
-    Catalog(root).dir(3).symlink_to(tmp_path / "elsewhere")
+    layout.next_dir(root, 3).symlink_to(tmp_path / "elsewhere")
     with Checkpointer(root) as checkpointer:
         checkpointer.save(3, make_state(3))
         with pytest.raises(StorageError):
@@ -634,10 +635,10 @@ def test_nothing_is_written_through_a_linked_step(root: Path, tmp_path: Path) ->
 
 
 def test_nothing_is_renamed_through_a_linked_step(root: Path, tmp_path: Path) -> None:
-    elsewhere = tmp_path / "elsewhere"
-    shutil.move(Catalog(root).dir(2), elsewhere)
-    (elsewhere / "manifest.json").write_bytes(b"damaged")
-    Catalog(root).dir(2).symlink_to(elsewhere)
+    elsewhere, directory = tmp_path / "elsewhere", layout.step_dir(root, 2)
+    layout.manifest(root, 2).write_bytes(b"damaged")
+    shutil.move(directory, elsewhere)
+    directory.symlink_to(elsewhere)
     before = contents(elsewhere)
     with Checkpointer(root) as checkpointer, warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
@@ -647,57 +648,53 @@ def test_nothing_is_renamed_through_a_linked_step(root: Path, tmp_path: Path) ->
 
 def test_a_root_whose_steps_are_all_links_is_no_fresh_start(root: Path, tmp_path: Path) -> None:
     for step in Catalog(root).steps():
-        shutil.move(Catalog(root).dir(step), tmp_path / f"elsewhere-{step}")
-        Catalog(root).dir(step).symlink_to(tmp_path / f"elsewhere-{step}")
+        directory = layout.step_dir(root, step)
+        shutil.move(directory, tmp_path / f"elsewhere-{step}")
+        directory.symlink_to(tmp_path / f"elsewhere-{step}")
     with Checkpointer(root) as checkpointer, pytest.raises(StorageError, match="is a link or a file"):
         checkpointer.restore(make_state(99))
 
 
 def test_a_linked_lock_is_not_written_to(root: Path, tmp_path: Path) -> None:
     (tmp_path / "precious").write_bytes(b"precious")
-    (root / "rank-00000.lock").unlink()
-    (root / "rank-00000.lock").symlink_to(tmp_path / "precious")
+    layout.lock(root).unlink()
+    layout.lock(root).symlink_to(tmp_path / "precious")
     with contextlib.suppress(StorageError):  # to refuse to save without a lock would be as good
         save_and_prune(root, 3)
     assert (tmp_path / "precious").read_bytes() == b"precious"
 
 
-FOREIGN = ["notes.txt", "manifest.json.orig", "rank-00000-0123abcd.safetensors.bak", "rank-0-0123abcd.seal.json"]
+FOREIGN = ["notes.txt", *layout.ALMOST_FILES]
 
 
 @pytest.mark.parametrize("is_committed", [True, False], ids=["pruned", "swept"])
 def test_foreign_files_in_a_step_stay_and_ours_go(root: Path, is_committed: bool) -> None:
-    path = Catalog(root).dir(2)
+    path = layout.step_dir(root, 2)
     for name in FOREIGN:
         (path / name).write_text("mine")
     if not is_committed:
-        (path / "manifest.json").unlink()
+        layout.uncommit(root, 2)
     save_and_prune(root, 3)
     assert sorted(os.listdir(path)) == sorted(FOREIGN)
     assert Catalog(root).steps() == [3]
 
 
-GARBAGE = [
-    "step-1", "step-00000000000x", "step--00000000001", "step-000000000003.partial", "step-０００００００００００３",
-    "manifest.json", "step-000000000003\n", " step-000000000003",
-]  # fmt: skip
-
-
 def test_garbage_in_the_root_is_no_checkpoint_and_stays(root: Path) -> None:
-    for name in GARBAGE:
+    for name in layout.ALMOST_STEPS:
         (root / name).mkdir()
-        (root / name / "manifest.json").write_text("{}")
+        (root / name / layout.MANIFEST).write_text("{}")
     (root / os.fsdecode(b"step-\xff\xfe")).write_text("")
     assert Catalog(root).steps() == [1, 2]
     before = set(os.listdir(root))
     with Checkpointer(root) as checkpointer:
         assert checkpointer.restore(make_state(99)) == 2
         checkpointer.save(3, make_state(3))
-    assert set(os.listdir(root)) - before == {"step-000000000003"}
+    assert set(os.listdir(root)) - before == {layout.step_dir(root, 3).name}
 
 
 def test_a_file_in_the_place_of_a_step_is_no_checkpoint(root: Path) -> None:
-    Catalog(root).dir(3).write_text("not a directory")
+    file = layout.next_dir(root, 3)
+    file.write_text("not a directory")
     assert Catalog(root).steps() == [1, 2]
     with pytest.raises(NotFoundError):
         load(root, 3)
@@ -706,15 +703,15 @@ def test_a_file_in_the_place_of_a_step_is_no_checkpoint(root: Path) -> None:
         checkpointer.save(3, make_state(3))
         with pytest.raises(StorageError):
             checkpointer.wait()
-    assert Catalog(root).dir(3).read_text() == "not a directory"
+    assert file.read_text() == "not a directory"
 
 
 def a_file_for_a_step(root: Path) -> None:
-    Catalog(root).dir(0).write_text("not a directory")
+    layout.torn_dir(root, 0).write_text("not a directory")
 
 
 def a_directory_for_a_segment(root: Path) -> None:
-    (Catalog(root).dir(0) / "rank-00000-0123abcd.safetensors" / "inside").mkdir(parents=True)
+    (layout.stray_segment(layout.torn_dir(root, 0)) / "inside").mkdir(parents=True)
 
 
 @pytest.mark.parametrize("put", [a_file_for_a_step, a_directory_for_a_segment])
@@ -722,19 +719,18 @@ def test_what_cannot_be_deleted_does_not_keep_the_rest_from_being_swept(
     root: Path, put: Callable[[Path], None]
 ) -> None:
     put(root)
-    Catalog(root).dir(5).mkdir()
-    (Catalog(root).dir(5) / "rank-00000-0123abcd.safetensors.00000000.partial").write_bytes(b"left over")
+    layout.make_torn_step(root, 5)
     save_and_prune(root, 6)
-    assert not Catalog(root).dir(5).exists()
-    assert Catalog(root).dir(0).exists()
+    assert not layout.has_step(root, 5)
+    assert layout.has_step(root, 0)
 
 
 # --- pipes: opening one waits for somebody to write to it --------------------------------------
 
 
-@pytest.mark.parametrize("which", ["manifest.json", "seal", "segment"])
+@pytest.mark.parametrize("which", ["manifest", "seal", "segment"])
 def test_a_pipe_in_the_place_of_a_file_does_not_hang_a_reader(root: Path, which: str) -> None:
-    path = _path(Forged(Catalog(root).dir(2)), which)
+    path = layout.file(root, 2, which)
     path.unlink()
     os.mkfifo(path)
     child = start_child(
@@ -766,8 +762,8 @@ def no_keeper_left(checkpointer: Checkpointer) -> Iterator[None]:
 
 
 def test_a_pipe_in_the_place_of_a_manifest_does_not_hang_the_keeper(root: Path) -> None:
-    (Catalog(root).dir(2) / "manifest.json").unlink()
-    os.mkfifo(Catalog(root).dir(2) / "manifest.json")
+    layout.manifest(root, 2).unlink()
+    os.mkfifo(layout.manifest(root, 2))
     checkpointer = Checkpointer(root, keep=KeepLast(1))
     with no_keeper_left(checkpointer):
         checkpointer.save(3, make_state(3))

@@ -19,11 +19,11 @@ import torch
 
 from stillframe import Catalog, Checkpointer, KeepLast, Label, StillframeError, load
 from stillframe.checkpoint.survey import survey
-from stillframe.format import names
 from stillframe.keeper import prune
 from stillframe.observe.doctor import examine
 from stillframe.observe.history import histories
 from stillframe.retention import Keep
+from tests import layout
 
 NEXT = 3
 """The step that the run saves."""
@@ -40,50 +40,13 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with Checkpointer(root, keep=KeepLast(2)) as checkpointer:
         checkpointer.save(1, state(), label=Label("best", ("weights.pt",), b"x", is_latest=True)).wait()
         checkpointer.save(2, state()).wait()
-    (root / names.spare(0)).write_bytes(bytes(2 << 20))
+    layout.spare(root).write_bytes(bytes(2 << 20))
     return root
 
 
 def places(root: Path) -> dict[str, Path]:
     """Every file and directory that a run or a command touches in such a root, or would make."""
-    attempt = Catalog(root).manifest(2).attempt
-    step, later = root / names.step_dir(2), root / names.step_dir(NEXT)
-    return {
-        "lock": root / names.lock(0),
-        "lock of another rank": root / names.lock(1),
-        "spare": root / names.spare(0),
-        "unfinished spare": root / f"{names.spare(0)}.0123abcd.partial",
-        "events": root / "events",
-        "events of the run": next((root / "events").iterdir()),
-        "latest": root / names.LATEST,
-        "unfinished latest": root / f"{names.LATEST}.0123abcd.partial",
-        "label": root / "best",
-        "file of the label": root / "best" / names.LABEL,
-        "unfinished label": root / names.label_partial(2, attempt),
-        "label of the next save": root / "next",
-        "step": step,
-        "step to be saved": later,
-        "manifest": step / names.MANIFEST,
-        "damaged manifest": step / names.damaged_manifest(),
-        "pruned manifest": step / names.pruned_manifest(),
-        "seal": step / names.seal(0, attempt),
-        "segment": step / names.segment(0, attempt),
-        "label of a step": root / names.step_dir(1) / names.LABEL,
-        "leftover of a dead run": step / f"{names.segment(0, 'ffffffff')}.0123abcd.partial",
-    }
-
-
-GROUPS = [
-    ["lock"],
-    ["lock of another rank", "spare", "events", "latest", "label", "step", "label of a step"],
-    [
-        "unfinished spare", "events of the run", "unfinished latest", "file of the label", "unfinished label",
-        "manifest", "label of the next save",
-    ],
-    ["damaged manifest", "pruned manifest", "seal", "leftover of a dead run", "step to be saved"],
-    ["segment"],
-]  # fmt: skip
-"""Places that do not hide one another, in one root."""
+    return layout.places(root, 2, labelled=1, label="best", next_step=NEXT, next_label="next")
 
 
 def device(path: Path, outside: Path) -> None:
@@ -137,10 +100,10 @@ def look(root: Path) -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("thing", THINGS)
 def test_in_the_place_of_every_file(whole: Path, tmp_path: Path, thing: str) -> None:
-    for number, group in enumerate(GROUPS):
+    for number, group in enumerate(layout.PLACE_GROUPS):
         outside = tmp_path / f"outside-{number}"
         (outside / "directory").mkdir(parents=True)
-        for name in ("file", "directory/rank-00000-0123abcd.safetensors", f"directory/{names.LABEL}"):
+        for name in ("file", f"directory/{layout.segment_name()}", f"directory/{layout.LABEL}"):
             (outside / name).write_bytes(b"precious")
         root = Path(shutil.copytree(whole, tmp_path / f"root-{number}"))
         found = places(root)
@@ -159,4 +122,4 @@ def test_in_the_place_of_every_file(whole: Path, tmp_path: Path, thing: str) -> 
 
 
 def test_every_place_is_in_one_group(whole: Path) -> None:
-    assert sorted(place for group in GROUPS for place in group) == sorted(places(whole))
+    assert sorted(place for group in layout.PLACE_GROUPS for place in group) == sorted(places(whole))

@@ -19,7 +19,8 @@ import torch
 
 import stillframe
 from stillframe import Catalog, Checkpointer
-from tests.support import keeper_is_gone, kill, leftovers, run_child, start_child, until
+from tests.layout import leftovers
+from tests.support import keeper_is_gone, kill, run_child, start_child, until
 
 CHILD = """
 import os, signal, sys, time, torch, stillframe

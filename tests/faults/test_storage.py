@@ -23,7 +23,9 @@ import torch
 
 from stillframe import Catalog, Checkpointer, StorageError, load
 from stillframe.units import MIB
-from tests.support import assert_same, leftovers, make_model, train_step, until
+from tests import layout
+from tests.layout import leftovers
+from tests.support import assert_same, make_model, train_step, until
 
 WIDTH = 900
 """Makes a model and an Adam state of about 20 MB together."""
@@ -129,7 +131,7 @@ def _free_bytes(root: Path) -> int:
 
 
 def segment_bytes(root: Path, step: int) -> int:
-    return next(Catalog(root).dir(step).glob("*.safetensors")).stat().st_size
+    return layout.segment(root, step).stat().st_size
 
 
 def failed_for_space(checkpointer: Checkpointer) -> None:
@@ -304,7 +306,7 @@ def test_a_root_that_became_writable_again_is_locked_like_any_other(
             checkpointer.wait()
         mounts.remount(disk, "rw")
         training.save_and_wait(checkpointer, 3)
-        assert subprocess.run(["flock", "-n", str(disk / "rank-00000.lock"), "true"]).returncode != 0
+        assert subprocess.run(["flock", "-n", str(layout.lock(disk)), "true"]).returncode != 0
 
 
 # --- failing -----------------------------------------------------------------------------------
@@ -387,7 +389,7 @@ def test_a_root_removed_under_a_save_fails_it_and_the_next_one_works(tmp_path: P
     tensor = torch.arange(48 * MIB, dtype=torch.float32)  # many times the arena: the keeper is stopped half-way
     with Checkpointer(root, arena="32MiB") as checkpointer:
         save = checkpointer.save(1, {"tensor": tensor})
-        until(lambda: list(root.glob("*/*.partial")), "the first file")
+        until(lambda: layout.unfinished_files(root), "the first file")
         keeper = checkpointer.keeper_pid
         assert keeper is not None
         os.kill(keeper, signal.SIGSTOP)

@@ -22,6 +22,7 @@ from stillframe import (
     load,
     storable,
 )
+from tests import layout
 
 WHOLE = torch.arange(60, dtype=torch.float32).view(6, 10)
 
@@ -114,7 +115,7 @@ def test_a_label_appears_with_the_checkpoint_and_not_before(tmp_path: Path) -> N
     label = Label("best", ("a.pt", "b.pt"), b"look in step 5", is_latest=True)
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(5, {"w": WHOLE}, label=label).wait()
-        assert sorted(path.name for path in (tmp_path / "best").iterdir()) == ["a.pt", "b.pt", "label.json"]
+        assert sorted(path.name for path in (tmp_path / "best").iterdir()) == ["a.pt", "b.pt", layout.LABEL]
         assert (tmp_path / "best" / "b.pt").read_bytes() == b"look in step 5"
         assert (tmp_path / "latest").read_text() == "best"
         with pytest.raises(ExistsError, match="best"):
@@ -123,7 +124,7 @@ def test_a_label_appears_with_the_checkpoint_and_not_before(tmp_path: Path) -> N
         checkpointer.wait()
         assert (tmp_path / "latest").read_text() == "best"
     assert Catalog(tmp_path).steps() == [5, 7]
-    assert not list(tmp_path.glob("*.partial"))
+    assert not layout.unfinished_files(tmp_path)
 
 
 def test_a_label_goes_with_its_checkpoint_and_not_the_other_way_round(tmp_path: Path) -> None:
@@ -148,24 +149,22 @@ def test_a_label_goes_with_its_checkpoint_and_not_the_other_way_round(tmp_path: 
 def test_a_label_of_a_run_that_died_right_after_its_commit_is_published_by_the_next(tmp_path: Path) -> None:
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(5, {"w": WHOLE}, label=Label("best", ("a.pt",), b"5", is_latest=True)).wait()
-    attempt = Catalog(tmp_path).open(5).manifest.attempt
-    (tmp_path / "best").rename(tmp_path / f"label-000000000005-{attempt}.partial")  # as just before its last rename
-    (tmp_path / "latest").unlink()
-    (tmp_path / "label-000000000009-0123abcd.partial").mkdir()  # of a step that was never committed
+    layout.unpublish_label(tmp_path, 5, "best")
+    layout.unfinished_label(tmp_path, 9).mkdir()  # of a step that was never committed
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(6, {"w": WHOLE}, label=Label("next"))
     assert (tmp_path / "best" / "a.pt").read_bytes() == b"5"
     assert (tmp_path / "latest").read_text() == "best"
     assert Catalog(tmp_path).steps() == [5, 6]
-    assert not list(tmp_path.glob("*.partial"))
+    assert not layout.unfinished_files(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["step-100", "manifest-of-fate", "rank-0", "best of 3", "latest2"])
+@pytest.mark.parametrize("name", ["best of 3", *layout.FREE_NAMES])
 def test_most_names_can_be_labels(name: str) -> None:
     assert Label(name).name == name
 
 
-@pytest.mark.parametrize("name", ["", "a/b", "..", ".x", "step-000000000001", "latest", "events", "rank-00000.lock", 5])
+@pytest.mark.parametrize("name", ["", "a/b", "..", ".x", *layout.TAKEN_NAMES, 5])
 def test_a_label_is_a_plain_name(name: object) -> None:
     with pytest.raises(ConfigError, match="cannot name a label"):
         Label(name)  # type: ignore[arg-type]

@@ -19,6 +19,7 @@ from stillframe import Catalog, Checkpointer, ConfigError, MismatchError
 from stillframe.link.arena import Arena
 from stillframe.save.audit import Audit
 from stillframe.save.keeper_client import KeeperClient
+from tests import layout
 from tests.support import assert_same, keeper_is_gone, kill, run_child, until
 
 COUNT = 12_000_000
@@ -228,9 +229,7 @@ def test_a_trainer_started_by_multiprocessing_loses_nothing_by_leaving(tmp_path:
     child.start()
     child.join(60)
     assert child.exitcode == 0
-    until(
-        lambda: (tmp_path / "rank-00000.lock").exists() and keeper_is_gone(tmp_path), "the keeper finishes and leaves"
-    )
+    until(lambda: layout.lock(tmp_path).exists() and keeper_is_gone(tmp_path), "the keeper finishes and leaves")
     assert Catalog(tmp_path).steps() == [1]
 
 

@@ -15,6 +15,7 @@ import torch
 
 import stillframe
 from stillframe.integrations.dcp import Reader, Stager, Writer
+from tests import layout
 
 dcp: Any = importlib.import_module("torch.distributed.checkpoint")
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore::FutureWarning")
@@ -234,7 +235,7 @@ def test_what_cannot_be_read_says_what_it_is(tmp_path: Path, what: str) -> None:
         dcp.save(state, storage_writer=Writer(tmp_path))
         expected = ("step 7 is not a checkpoint", "nearest is step 0")
     if what == "truncated":
-        segment = next(tmp_path.rglob("*.safetensors"))
+        segment = layout.segment(tmp_path, 0)
         os.truncate(segment, segment.stat().st_size - 100)
         expected = ("bytes instead of",)
     reader = Reader(tmp_path, step=7 if what == "other step" else None)

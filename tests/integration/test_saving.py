@@ -14,7 +14,9 @@ import torch
 
 import stillframe
 from stillframe import Catalog, Checkpointer
-from tests.support import assert_same, leftovers, make_model, train_step, until
+from tests import layout
+from tests.layout import leftovers
+from tests.support import assert_same, make_model, train_step, until
 
 MIB = 2**20
 
@@ -77,7 +79,7 @@ def test_a_checkpoint_that_appears_meanwhile_is_never_overwritten(tmp_path: Path
         other.save(1, {"whose": "theirs"}).wait()
     with Checkpointer(tmp_path / "b") as checkpointer:
         checkpointer.save(0, {"whose": "ours"}).wait()
-        (tmp_path / "a" / "step-000000000001").rename(tmp_path / "b" / "step-000000000001")
+        layout.move_step(tmp_path / "a", 1, tmp_path / "b")
         save = checkpointer.save(1, {"whose": "ours"})
         with pytest.raises(stillframe.ExistsError):
             save.wait()
@@ -91,7 +93,7 @@ def test_what_cannot_be_stored_is_refused_with_its_path_before_anything_is_writt
             checkpointer.save(1, {"model": {"head": {"callback": lambda: None}}})
         with pytest.raises(stillframe.UnsupportedStateError, match=r"'weights'.*complex128"):
             checkpointer.save(1, {"weights": torch.zeros(2, dtype=torch.complex128)})
-        assert Catalog(tmp_path).step_dirs() == []
+        assert layout.steps_there(tmp_path) == []
         checkpointer.save(1, {"fine": 1}).wait()
 
 
@@ -236,7 +238,7 @@ def test_the_segment_opens_without_stillframe(tmp_path: Path) -> None:
     model = make_model()
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1, {"model": model}).wait()
-    (segment,) = tmp_path.glob("*/*.safetensors")
+    (segment,) = layout.segments(tmp_path, 1)
     with safe_open(str(segment), "pt") as file:
         assert torch.equal(file.get_tensor("model/0.weight"), model.state_dict()["0.weight"])
 
@@ -264,7 +266,8 @@ def test_retention_passes_over_a_checkpoint_that_is_being_read(tmp_path: Path) -
 def test_retention_leaves_foreign_files_alone(tmp_path: Path) -> None:
     with Checkpointer(tmp_path, keep=stillframe.KeepLast(1)) as checkpointer:
         checkpointer.save(1, {"a": 1}).wait()
-        (tmp_path / "step-000000000001" / "notes.txt").write_text("mine")
+        notes = layout.step_dir(tmp_path, 1) / "notes.txt"
+        notes.write_text("mine")
         checkpointer.save(2, {"a": 1}).wait()
     assert Catalog(tmp_path).steps() == [2]
-    assert (tmp_path / "step-000000000001" / "notes.txt").read_text() == "mine"
+    assert notes.read_text() == "mine"

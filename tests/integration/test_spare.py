@@ -9,18 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from stillframe import Catalog, Checkpointer, KeepLast, load
-from stillframe.format import names
-from tests.support import kill, leftovers
+from stillframe import Checkpointer, KeepLast, load
+from tests import layout
+from tests.layout import leftovers, segment
+from tests.support import kill
 
 
 def state(value: float, items: int = 400_000) -> dict[str, torch.Tensor]:
     return {"x": torch.full((items,), value)}
-
-
-def segment(root: Path, step: int) -> Path:
-    (found,) = Catalog(root).dir(step).glob("*.safetensors")
-    return found
 
 
 def test_the_file_of_a_step_that_goes_becomes_that_of_a_later_one(tmp_path: Path) -> None:
@@ -32,7 +28,7 @@ def test_the_file_of_a_step_that_goes_becomes_that_of_a_later_one(tmp_path: Path
         assert inodes[2] == inodes[0]
         assert inodes[3] == inodes[1]
         assert load(tmp_path)["x"].unique().tolist() == [5.0]
-    assert not (tmp_path / names.spare(0)).exists()
+    assert not layout.spare(tmp_path).exists()
     assert leftovers(tmp_path) == []
 
 
@@ -80,19 +76,19 @@ def test_a_spare_that_a_killed_keeper_left_is_used_or_removed(tmp_path: Path) ->
             checkpointer.save(step, state(step)).wait()
         assert checkpointer.keeper_pid is not None
         kill(checkpointer.keeper_pid)
-    assert (tmp_path / names.spare(0)).exists()
+    assert layout.spare(tmp_path).exists()
     with Checkpointer(tmp_path, keep=KeepLast(1)) as checkpointer:
         checkpointer.save(3, state(3)).wait()
         assert load(tmp_path)["x"].unique().tolist() == [3.0]
-    assert not (tmp_path / names.spare(0)).exists()
+    assert not layout.spare(tmp_path).exists()
 
 
 def test_something_strange_in_the_place_of_the_spare_does_no_harm(tmp_path: Path) -> None:
     outside = tmp_path / "outside"
     outside.write_bytes(b"not ours")
     root = tmp_path / "root"
-    root.mkdir()
-    (root / names.spare(0)).symlink_to(outside)
+    layout.spare(root).parent.mkdir(parents=True)
+    layout.spare(root).symlink_to(outside)
     with Checkpointer(root, keep=KeepLast(1)) as checkpointer:
         checkpointer.save(1, state(1)).wait()
     assert outside.read_bytes() == b"not ours"

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from stillframe import Checkpointer, ConfigError, MismatchError, TrainState
+from tests import layout
 from tests.support import assert_same, make_model, train_step
 
 
@@ -92,9 +93,8 @@ def test_a_root_of_ranks_that_did_not_share_it_is_no_fresh_start(tmp_path: Path)
     state = {"x": torch.ones(3)}
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1, state).wait()
-    (directory,) = tmp_path.glob("step-*")
-    (directory / "manifest.json").rename(directory / "manifest-00001.json")
-    before = sorted(path.name for path in directory.iterdir())
+    layout.commit_alone(tmp_path, 1, rank=1)
+    before = layout.files_of(tmp_path, 1)
     with Checkpointer(tmp_path) as checkpointer, pytest.raises(MismatchError, match="did not share their roots"):
         checkpointer.restore(state)
-    assert sorted(path.name for path in directory.iterdir()) == before
+    assert layout.files_of(tmp_path, 1) == before

@@ -16,8 +16,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 import stillframe
 from stillframe import Catalog, Checkpointer, ExistsError, KeepEvery, KeepLast, NotFoundError
 from stillframe.retention import Keep
+from tests import layout
+from tests.layout import leftovers
 from tests.property.exact import exact
-from tests.support import leftovers, until
+from tests.support import until
 
 steps = st.integers(0, 20)
 policies = st.sampled_from([None, KeepLast(1), KeepLast(3), KeepEvery(5), KeepLast(2) | KeepEvery(4)])
@@ -49,7 +51,9 @@ class Life(RuleBasedStateMachine):
     def _settle(self) -> None:
         """Everything saved so far is committed, and retention has done its work."""
         self.checkpointer.wait(timeout_s=60)
-        until(lambda: self.catalog.step_dirs() == sorted(self.committed), f"steps {sorted(self.committed)}")
+        until(
+            lambda: layout.steps_there(self.catalog.root) == sorted(self.committed), f"steps {sorted(self.committed)}"
+        )
         self.refused = set(self.committed)
         self.is_settled = True
 
@@ -142,5 +146,5 @@ def test_a_step_that_retention_has_removed_can_be_saved_again(tmp_path: Path) ->
     with Checkpointer(tmp_path, keep=KeepLast(1)) as checkpointer:
         for step in (1, 2):
             checkpointer.save(step, state).wait(timeout_s=60)
-        until(lambda: Catalog(tmp_path).step_dirs() == [2], "pruning")
+        until(lambda: layout.steps_there(tmp_path) == [2], "pruning")
         checkpointer.save(1, state).wait(timeout_s=60)

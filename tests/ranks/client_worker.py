@@ -31,6 +31,7 @@ os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0
 import torch  # noqa: E402
 
 import stillframe  # noqa: E402
+from tests import layout  # noqa: E402
 from tests.ranks.saying import say  # noqa: E402
 
 dcp: Any = importlib.import_module("torch.distributed.checkpoint")
@@ -206,8 +207,8 @@ def fail(client: Client, root: Path) -> None:
     client.save(1)
     client.settle()
     before = set(stillframe.Catalog(root).steps())
-    for step in (2, 3):  # where the next steps' directories would be
-        (root / f"step-{step:012d}").write_text("in the way")
+    for step in (2, 3):
+        layout.next_dir(root, step, is_running=True).write_text("in the way")
     try:
         for step in (2, 3):
             client.update()

@@ -25,6 +25,7 @@ import torch.distributed as dist  # noqa: E402
 
 import stillframe  # noqa: E402
 from stillframe.integrations import deepspeed as ours  # noqa: E402
+from tests import layout  # noqa: E402
 from tests.ranks.saying import say  # noqa: E402
 from tests.support import assert_same  # noqa: E402
 
@@ -253,8 +254,7 @@ def strangers(root: Path) -> None:
     fails(lambda: engine.load_checkpoint(str(theirs)), "FormatError", "not written by stillframe", "datastates_ckpt")
     dist.barrier()
     if dist.get_rank() == 0:
-        step = stillframe.Catalog(mine).dir(stillframe.Catalog(mine).steps()[-1])
-        for segment in step.glob("*.safetensors"):
+        for segment in layout.segments(mine, stillframe.Catalog(mine).steps()[-1]):
             os.truncate(segment, segment.stat().st_size - 5000)
     dist.barrier()
     fails(lambda: engine.load_checkpoint(str(mine), "torn"), "IntegrityError", "bytes instead of")
@@ -318,7 +318,7 @@ def broken(root: Path) -> None:
     odd = {"x": {signal.SIGTERM: 1, Odd(1).__class__: 2}}  # keys that cannot be stored, on rank 0's file only
     fails(lambda: engine.save_checkpoint(str(where), "keys", client_state=odd), "UnsupportedStateError", "/x", "dict")
     dist.barrier()
-    blocked = where / "step-000000000005"  # where the next step will be
+    blocked = layout.next_dir(where, 5, is_running=True)
     if dist.get_rank() == 0:
         blocked.write_text("in the way")
     dist.barrier()

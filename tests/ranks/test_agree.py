@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from stillframe import Catalog, load
+from tests.layout import leftovers
 from tests.ranks.launch import run_ranks
-from tests.support import leftovers
 
 WORKER = "agree_worker.py"
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from stillframe import Catalog
+from tests.layout import leftovers
 from tests.ranks.launch import Launch
-from tests.support import leftovers
 
 pytestmark = pytest.mark.timeout(240)
 

@@ -19,9 +19,10 @@ import pytest
 
 import stillframe
 from stillframe import Catalog, DeadlineError, KeeperError, StillframeError
-from stillframe.format import names
+from tests import layout
+from tests.layout import leftovers
 from tests.ranks.trainee import Crew, Rank
-from tests.support import is_alive, kill, leftovers, until
+from tests.support import is_alive, kill, until
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -74,25 +75,12 @@ def is_gone(pid: int) -> bool:
     return not is_alive(pid)
 
 
-def files(root: Path, step: int) -> list[str]:
-    path = Catalog(root).dir(step)
-    return sorted(os.listdir(path)) if path.exists() else []
-
-
-def bulk(root: Path, step: int) -> list[str]:
-    """Everything of a step but the words on why it failed."""
-    return [name for name in files(root, step) if not name.endswith(".failure.json")]
-
-
 def check_whole(root: Path, steps: list[int]) -> None:
     """These and no others are checkpoints; each is of one attempt, and every byte of it is right."""
     assert Catalog(root).steps() == steps
     for step in steps:
         with Catalog(root).open(step) as checkpoint:
-            attempt = checkpoint.manifest.attempt
-            for entry in checkpoint.manifest.ranks:
-                assert entry.segment == names.segment(entry.rank, attempt)
-                assert entry.seal == names.seal(entry.rank, attempt)
+            layout.assert_of_one_save(checkpoint.manifest)
             assert len(checkpoint.manifest.ranks) == checkpoint.world_size
         stillframe.load(root, step)
 
@@ -211,7 +199,7 @@ def test_a_keeper_of_a_dead_run_that_comes_late_mixes_nothing(pair: Crew, tmp_pa
         crew.step(2)
         crew.ask("wait_for", 2, "staged")
         go_on(keepers[1])
-        while not any(name.startswith("rank-00001") for name in files(tmp_path, 2)):
+        while not layout.has_begun(tmp_path, 2, rank=1):
             time.sleep(0)
         stop(keepers[1])  # it has begun to write
         crew.kill_trainers()
@@ -237,7 +225,7 @@ def test_a_keeper_of_a_dead_run_that_comes_late_mixes_nothing(pair: Crew, tmp_pa
     check_whole(tmp_path, [1, 2, 3, 4])
     with stillframe.Checkpointer(tmp_path) as alone:
         assert alone.restore(state) == 4
-    assert len(files(tmp_path, 2)) == 3  # manifest, segment and seal: what came late is swept
+    assert len(layout.files_of(tmp_path, 2)) == 3  # manifest, segment and seal: what came late is swept
     assert leftovers(tmp_path) == []
 
 
@@ -257,7 +245,7 @@ def test_a_run_that_waited_for_a_late_keeper_has_its_files_swept(pair: Crew, tmp
         pair.begin(tmp_path, "fsdp")
         for rank in pair:
             rank.tell("restore")
-        holder = tmp_path / names.lock(0)
+        holder = layout.lock(tmp_path)
         until(lambda: f'"pid":{pair[0].keepers[-1]},' in holder.read_text(), "rank 0 has its lock, rank 1 waits for it")
         go_on(keepers[1])
         assert [rank.answer()[0] for rank in pair] == [1, 1]
@@ -358,7 +346,7 @@ def test_a_rank_that_stays_away_past_the_deadline_fails_the_step_on_all(
     if has_begun:
         pair.ask("wait_for", 2, "staged")
         go_on(keeper)
-        while not any(name.startswith("rank-00001") for name in files(tmp_path, 2)):
+        while not layout.has_begun(tmp_path, 2, rank=1):
             time.sleep(0)
         stop(keeper)
     error = error_of(pair[0], 2)
@@ -368,7 +356,7 @@ def test_a_rank_that_stays_away_past_the_deadline_fails_the_step_on_all(
     late = error_of(pair[1], 2, 30.0)
     assert isinstance(late, DeadlineError)
     assert str(late) == str(error)
-    assert bulk(tmp_path, 2) == []
+    assert layout.bulk_of(tmp_path, 2) == []
     pair.step(3)
     pair.close()
     check_whole(tmp_path, [1, 3])
@@ -382,7 +370,7 @@ def test_damage_that_one_rank_finds_makes_all_step_back_together(pair: Crew, tmp
     saved = pair.step(1)
     pair.step(2)
     pair.close()
-    segment = next(Catalog(tmp_path).dir(2).glob("rank-00001-*.safetensors"))
+    segment = layout.segment(tmp_path, 2, rank=1)
     with segment.open("r+b") as file:
         file.seek(-BALLAST, os.SEEK_END)
         byte = file.read(1)[0]

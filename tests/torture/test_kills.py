@@ -12,7 +12,8 @@ import pytest
 
 from stillframe import Catalog
 from tests import trainee
-from tests.support import keeper_is_gone, leftovers, start_child, until
+from tests.layout import leftovers
+from tests.support import keeper_is_gone, start_child, until
 
 STEPS = 40
 

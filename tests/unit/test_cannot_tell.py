@@ -14,7 +14,7 @@ import pytest
 from stillframe import Catalog
 from stillframe.checkpoint.lock import Life, RootLock, life_of
 from stillframe.errors import NotFoundError, StorageError, to_record
-from stillframe.format import limits, names
+from stillframe.format import limits
 from stillframe.format.records import SealDraft
 from stillframe.keeper import labels
 from stillframe.keeper.retention import Pruner, sweep
@@ -26,6 +26,7 @@ from stillframe.save.saves import Saves
 from stillframe.save.steps import TakenSteps
 from stillframe.store.calls import Calls
 from stillframe.store.posix import PosixStore
+from tests import layout
 from tests.unit.test_prune_ranks import ATTEMPT, OTHER, commit, write
 
 
@@ -57,7 +58,7 @@ def root(tmp_path: Path) -> Path:
 @pytest.fixture
 def catalog(root: Path) -> Catalog:
     """Step 2 cannot be looked at."""
-    return refusing(root, errno.EACCES, names.step_dir(2))
+    return refusing(root, errno.EACCES, layout.step_dir(root, 2).name)
 
 
 # --- one step of several -----------------------------------------------------------------------
@@ -92,7 +93,7 @@ def test_a_sweep_passes_it_over_and_says_so(root: Path, catalog: Catalog) -> Non
     write(root, 4, 0, attempt=OTHER)
     with pytest.raises(StorageError, match="Permission denied"):
         sweep(catalog, ATTEMPT, "all")
-    assert not Catalog(root).dir(4).exists()
+    assert not layout.has_step(root, 4)
 
 
 # --- a manifest --------------------------------------------------------------------------------
@@ -100,7 +101,7 @@ def test_a_sweep_passes_it_over_and_says_so(root: Path, catalog: Catalog) -> Non
 
 def test_a_commit_that_fails_takes_back_no_manifest_but_its_own(root: Path) -> None:
     """Another run has committed the step, and its manifest cannot be compared with ours."""
-    catalog = refusing(root, errno.EACCES, names.MANIFEST)
+    catalog = refusing(root, errno.EACCES, layout.MANIFEST)
     begin = Begin(1, 3, 0.0, 0, 0, 0, "", ())
     draft = SealDraft(3, 0, 1, OTHER, msgspec.Raw(b"[]"), msgspec.Raw(b"[]"), msgspec.Raw(b"[]"))
     writer = SegmentWriter(begin, b"", draft, catalog, threading.Lock())
@@ -110,28 +111,27 @@ def test_a_commit_that_fails_takes_back_no_manifest_but_its_own(root: Path) -> N
 
 
 def test_a_manifest_whose_bytes_the_device_does_not_give_can_be_set_aside(root: Path) -> None:
-    before = (Catalog(root).dir(3) / names.MANIFEST).read_bytes()
-    catalog = refusing(root, errno.EIO, names.MANIFEST)
+    before = layout.manifest(root, 3).read_bytes()
+    catalog = refusing(root, errno.EIO, layout.MANIFEST)
     assert catalog.mark_damaged(3)
     assert Catalog(root).steps() == [1, 2]
-    assert (Catalog(root).dir(3) / names.damaged_manifest()).read_bytes() == before
+    assert layout.aside(root, 3).read_bytes() == before
 
 
 def test_a_manifest_that_is_too_large_is_kept_for_a_person_to_look_at(root: Path) -> None:
-    os.truncate(Catalog(root).dir(3) / names.MANIFEST, limits.MAX_MANIFEST_BYTES + 1)
+    os.truncate(layout.manifest(root, 3), limits.MAX_MANIFEST_BYTES + 1)
     assert Catalog(root).mark_damaged(3)
-    kept = Catalog(root).dir(3) / names.damaged_manifest()
-    assert kept.stat().st_size == limits.MAX_MANIFEST_BYTES + 1
+    assert layout.aside(root, 3).stat().st_size == limits.MAX_MANIFEST_BYTES + 1
 
 
 # --- a label -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("unreadable", [names.LABEL, names.MANIFEST])
+@pytest.mark.parametrize("unreadable", [layout.LABEL, layout.MANIFEST])
 def test_a_label_of_which_nobody_can_tell_stays_for_the_next_run(root: Path, unreadable: str) -> None:
     labels.write(Catalog(root), 3, ATTEMPT, Label("tag", ("file",), b"x"), decides=True)
     labels.finish(refusing(root, errno.ESTALE, unreadable), OTHER)
-    assert (root / names.label_partial(3, ATTEMPT)).is_dir()
+    assert layout.unfinished_label(root, 3, ATTEMPT).is_dir()
     labels.finish(Catalog(root), OTHER)
     assert (root / "tag" / "file").read_bytes() == b"x"
 

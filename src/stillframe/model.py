@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
+
+import msgspec
 
 from stillframe.errors import ConfigError
 from stillframe.units import MIB
@@ -24,21 +27,52 @@ BLOCK_BYTES = 4096
 """Alignment of everything that O_DIRECT touches."""
 
 MAX_STEP = 10**12 - 1
+MAX_METADATA_CHARS = 32 * 1024
+
+
+class SaveId(msgspec.Struct, frozen=True, order=True, forbid_unknown_fields=True):
+    """Which save a file belongs to: the step, the epoch (life of the run) that saved it, and which attempt of it.
+
+    No two saves have the same one, and each owns one directory.
+    """
+
+    step: int
+    epoch: int = 1
+    attempt: int = 1
+
+    def __str__(self) -> str:
+        again = f", attempt {self.attempt}" if self.attempt > 1 else ""
+        return f"step {self.step} of epoch {self.epoch}{again}"
+
+
+class Ticket(msgspec.Struct, frozen=True, order=True, forbid_unknown_fields=True):
+    """The identity of a save before it is made: one rank issues it, and every rank saves under it.
+
+    For callers that do not number their saves themselves; see :mod:`stillframe.spi`.
+    """
+
+    step: int
+    attempt: int = 1
 
 
 @dataclass(frozen=True)
 class Label:
-    """A directory in the root that appears, complete, when the step is committed: for those who look for files.
+    """A directory in the root, an alias of one save, that appears when the save is committed.
 
-    ``files``: this rank's, by name; all hold ``content``.  ``is_latest``: the file ``latest`` in the root names it.
-    Every rank gives the same ``name``, and names of files that no other rank gives.  The directory is removed when the
-    checkpoint is pruned; removing, renaming or copying it does nothing to the checkpoint.
+    For those who look for files by a name.  ``files``: this rank's, by name; each holds ``content``, and then a line of
+    JSON that says whose alias it is: step, epoch, attempt, rank.  ``total``: the files of all ranks; if given, the
+    directory appears only if it has as many.  ``is_latest``: the file ``latest`` in the root names it, as long as it is
+    the newest on the branch.  Every rank gives the same ``name``, and names of files that no other rank gives.
+
+    A later save may have the same name: then it takes it over.  The directory is removed when its checkpoint is;
+    removing, renaming or copying it does nothing to the checkpoint.  A label that cannot be made costs a warning.
     """
 
     name: str
     files: tuple[str, ...] = ()
     content: bytes = b""
     is_latest: bool = False
+    total: int | None = None
 
     def __post_init__(self) -> None:
         for name in (self.name, *self.files):
@@ -48,11 +82,26 @@ class Label:
 def check_label_name(name: object) -> None:
     """Raises :class:`ConfigError` if it is no plain name of a file, or one that stillframe uses itself."""
     is_plain = isinstance(name, str) and bool(re.fullmatch(r"[^/\x00-\x1f\x7f]{1,200}", name)) and name[0] != "."
-    own = r"step-\d{12}|rank-\d{5}\.\w+|label-\d{12}-\w{8}\.partial|events|latest(\.partial)?|label\.json(\.partial)?"
+    own = r"step-\d{12}-e.*|rank-\d{5}\.\w+|run|latest|label\.json|.*\.partial"
     if not is_plain or re.fullmatch(own, str(name)):
         raise ConfigError(
             f"{name!r} cannot name a label or tag: give a plain name, without '/', that is not stillframe's own"
         )
+
+
+def check_metadata(metadata: object) -> dict[str, Any]:
+    """The metadata as it will be stored.  Raises :class:`ConfigError` for what is not small and plain."""
+    if metadata is None:
+        return {}
+    if not isinstance(metadata, Mapping) or not all(isinstance(key, str) for key in metadata):
+        raise ConfigError(f"metadata={metadata!r}: give a dict whose keys are strings")
+    plain = {key: value.item() if callable(getattr(value, "item", None)) else value for key, value in metadata.items()}
+    for key, value in plain.items():
+        if value is not None and not isinstance(value, bool | int | float | str):
+            raise ConfigError(f"metadata[{key!r}]={value!r}: give a number, a string, a bool or None")
+    if sum(len(key) + len(str(value)) for key, value in plain.items()) > MAX_METADATA_CHARS:
+        raise ConfigError(f"metadata is larger than {MAX_METADATA_CHARS} characters: put it into the state instead")
+    return plain
 
 
 def check_step(step: object) -> int:

@@ -24,6 +24,7 @@ from stillframe import Checkpointer, register_leaf
 
 ROOT = Path(__file__).parent / "v1"
 STEP = 1234
+METADATA = {"loss": 0.25, "phase": "warm-up", "best": True, "note": None}
 
 
 class Color(enum.Enum):
@@ -117,7 +118,8 @@ def write(root: Path) -> None:
     """Save the state as a checkpoint in this root, which must not exist."""
     with tempfile.TemporaryDirectory() as scratch:
         with Checkpointer(scratch) as checkpointer:
-            checkpointer.save(STEP, saved_state())
+            checkpointer.save(STEP, saved_state(), metadata=METADATA)
         root.mkdir()
-        (step_dir,) = Path(scratch).glob("step-*")
-        shutil.copytree(step_dir, root / step_dir.name)
+        for kept in ("step-*", "run/e0*"):
+            (found,) = Path(scratch).glob(kept)
+            shutil.copytree(found, root / found.relative_to(scratch))

@@ -14,7 +14,7 @@ from safetensors import safe_open
 
 import stillframe
 from stillframe import Catalog, Checkpointer
-from stillframe.format import records
+from stillframe.format import epochs, records
 from stillframe.format.records import Manifest, RankEntry, SealBrief, SealDraft, Segment, Team
 from stillframe.format.segment import BoxOf, Shard, encode_header
 from stillframe.format.tree import (
@@ -30,13 +30,17 @@ from stillframe.format.tree import (
     ValueNode,
     View,
 )
+from stillframe.lineage import Branch, Row
+from stillframe.model import SaveId
 from tests.golden import make
 from tests.property.exact import exact
 from tests.support import run_child
 
-STEP_DIR = make.ROOT / "step-000000001234"
-(SEGMENT,) = STEP_DIR.glob("*.safetensors")
-(SEAL,) = STEP_DIR.glob("*.seal.json")
+SAVE = SaveId(make.STEP)
+STEP_DIR = make.ROOT / "step-000000001234-e0001-1"
+SEGMENT = STEP_DIR / "rank-00000.safetensors"
+SEAL = STEP_DIR / "seal-00000.json"
+MANIFEST = STEP_DIR / "manifest.json"
 
 
 def comparable(state: dict[str, Any]) -> Any:
@@ -57,6 +61,34 @@ def test_its_tied_tensors_are_tied_again() -> None:
 
 def test_its_step_is_found() -> None:
     assert Catalog(make.ROOT).steps() == [make.STEP]
+    assert Catalog(make.ROOT).look().branch == Branch(1)
+
+
+def test_its_step_is_found_where_the_files_of_the_run_are_lost(tmp_path: Path) -> None:
+    shutil.copytree(STEP_DIR, tmp_path / STEP_DIR.name)
+    assert Catalog(tmp_path).steps() == [make.STEP]
+    assert Catalog(tmp_path).look().branch == Branch(1)
+
+
+def test_its_metadata_is_told() -> None:
+    assert Catalog(make.ROOT).manifest(SAVE).metadata == make.METADATA
+
+
+def test_its_manifest_can_be_made_again_from_the_seals() -> None:
+    """It holds nothing but what they say, so whoever publishes it publishes the same bytes."""
+    seal, known_by = records.decode_seal(SEAL.read_bytes(), file="f")
+    manifest = records.make_manifest([(seal.brief, known_by)], seal.metadata)
+    assert records.encode_manifest(manifest) == MANIFEST.read_bytes()
+
+
+def test_its_seal_can_be_made_again_from_what_it_says() -> None:
+    seal, known_by = records.decode_seal(SEAL.read_bytes(), file="f")
+    draft = SealDraft(
+        seal.rank, seal.world_size, seal.saved_unix_s, records.encode_shards(seal.shards),
+        records.encode_tree(seal.tree), msgspec.Raw(msgspec.json.encode(seal.values)), seal.teams, seal.metadata,
+        seal.updates,
+    )  # fmt: skip
+    assert records.encode_seal(draft, seal.save, seal.parent, seal.segment) == (SEAL.read_bytes(), seal.brief, known_by)
 
 
 def test_it_is_restored_in_place(tmp_path: Path) -> None:
@@ -94,18 +126,20 @@ def written_now(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_segment_written_now_has_the_same_bytes(written_now: Path) -> None:
-    (segment,) = written_now.glob("*.safetensors")
-    assert segment.read_bytes() == SEGMENT.read_bytes()
+    assert (written_now / SEGMENT.name).read_bytes() == SEGMENT.read_bytes()
 
 
-def test_the_seal_written_now_has_the_same_body_but_for_the_attempt(written_now: Path) -> None:
-    (seal,) = written_now.glob("*.seal.json")
-    bodies = [json.loads(path.read_bytes())["body"] for path in (seal, SEAL)]
-    for body in bodies:
-        assert body["segment"].pop("file") == f"rank-00000-{body.pop('attempt')}.safetensors"
-    assert bodies[0].pop("teams") == []  # new in version 2, as is "whole"
-    assert [shard.pop("whole") for shard in bodies[0]["shards"]] == [None] * len(bodies[0]["shards"])
+def test_the_seal_written_now_has_the_same_body_but_for_the_time(written_now: Path) -> None:
+    bodies = [json.loads((path / SEAL.name).read_bytes())["body"] for path in (written_now, STEP_DIR)]
+    times = [body.pop("saved_unix_s") for body in bodies]
+    assert times[0] > times[1]
     assert bodies[0] == bodies[1]
+
+
+def test_the_manifest_written_now_follows_from_the_seal(written_now: Path) -> None:
+    seal, known_by = records.decode_seal((written_now / SEAL.name).read_bytes(), file="f")
+    manifest = records.make_manifest([(seal.brief, known_by)], seal.metadata)
+    assert records.encode_manifest(manifest) == (written_now / MANIFEST.name).read_bytes()
 
 
 # --- exact bytes ---------------------------------------------------------------------------
@@ -122,34 +156,58 @@ TREE = DictNode(
 )
 ZEROS = "0" * 32
 GOLDEN_SEAL = (
-    '{"stillframe":2,"kind":"seal","xxh3_128":"19660344844dd94cdbcc4b7d1ac87b28",'
-    '"brief":{"step":7,"rank":0,"world_size":1,"attempt":"0123abcd","segment_bytes":4121,"teams":[{'
-    '"ranks":"00000000000000000000000000000000","size":2,"tensors":"00000000000000000000000000000000"}]},"body":{'
-    '"step":7,"rank":0,"world_size":1,"attempt":"0123abcd",'
-    '"shards":[{"name":"m/w","dtype":"F32","shape":[2,3],"start":0,"end":24,"device":"cuda",'
-    '"whole":{"tensor":"m/w","shape":[4,3],"offset":[2,0]}},'
+    '{"stillframe":1,"kind":"seal","xxh3_128":"51eb8a0891325dc79542176a04e2010f",'
+    '"brief":{"save":{"step":7,"epoch":3,"attempt":2},"rank":0,"world_size":1,"parent":{"step":5,'
+    '"epoch":1,"attempt":1},"saved_unix_s":1700000000.5,"updates":12,"segment_bytes":4121,'
+    '"teams":[{"ranks":"00000000000000000000000000000000","size":2,'
+    '"tensors":"00000000000000000000000000000000"}]},"body":{"save":{"step":7,"epoch":3,"attempt":2},'
+    '"rank":0,"world_size":1,"parent":{"step":5,"epoch":1,"attempt":1},"saved_unix_s":1700000000.5,'
+    '"updates":12,"teams":[{"ranks":"00000000000000000000000000000000","size":2,'
+    '"tensors":"00000000000000000000000000000000"}],"metadata":{"loss":0.5},"segment":{"bytes":4121,'
+    '"data_start":4096,"header":"00000000000000000000000000000000","chunk_bytes":16777216,'
+    '"chunks":["00000000000000000000000000000000"]},"shards":[{"name":"m/w","dtype":"F32","shape":[2,3],'
+    '"start":0,"end":24,"device":"cuda","whole":{"tensor":"m/w","shape":[4,3],"offset":[2,0]}},'
     '{"name":"é","dtype":"BOOL","shape":[],"start":24,"end":25,"device":"cpu","whole":null}],'
-    '"tree":{"kind":"dict","keys":["a",7,{"$":"tuple","items":[1,2]},"s"],"items":['
-    '{"kind":"object","type":"torch.nn.Linear","item":{"kind":"dict","keys":["w"],'
-    '"items":[{"kind":"tensor","shard":0,"view":null}],"is_ordered":true}},'
-    '{"kind":"list","items":[{"kind":"tensor","shard":1,"view":null},'
+    '"tree":{"kind":"dict","keys":["a",7,{"$":"tuple","items":[1,2]},"s"],"items":[{"kind":"object",'
+    '"type":"torch.nn.Linear","item":{"kind":"dict","keys":["w"],"items":[{"kind":"tensor","shard":0,'
+    '"view":null}],"is_ordered":true}},{"kind":"list","items":[{"kind":"tensor","shard":1,"view":null},'
     '{"kind":"tensor","shard":0,"view":{"dtype":"F32","shape":[3],"stride":[2],"offset":1}},'
-    '{"kind":"array","shard":1,"dtype":"|b1"}]},'
-    '{"kind":"leaf","name":"point","item":{"kind":"tuple","items":[{"kind":"value","value":0}]}},'
-    '{"kind":"sharded","tensor":"m/w","dtype":"F32","shape":[4,3],"parts":[{"rank":0,"offset":[2,0],"shape":[2,3]}]}],'
-    '"is_ordered":false},'
-    '"values":[{"$":"float","bits":"7ff8000000000000"}],'
-    '"teams":[{"ranks":"00000000000000000000000000000000","size":2,"tensors":"00000000000000000000000000000000"}],'
-    '"segment":{"file":"rank-00000-0123abcd.safetensors","bytes":4121,"data_start":4096,'
-    '"header":"00000000000000000000000000000000","chunk_bytes":16777216,'
-    '"chunks":["00000000000000000000000000000000"]}}}\n'
+    '{"kind":"array","shard":1,"dtype":"|b1"}]},{"kind":"leaf","name":"point","item":{"kind":"tuple",'
+    '"items":[{"kind":"value","value":0}]}},{"kind":"sharded","tensor":"m/w","dtype":"F32",'
+    '"shape":[4,3],"parts":[{"rank":0,"offset":[2,0],"shape":[2,3]}]}],"is_ordered":false},'
+    '"values":[{"$":"float","bits":"7ff8000000000000"}]}}\n'
 )
 GOLDEN_MANIFEST = (
-    '{"stillframe":2,"kind":"manifest","xxh3_128":"d1a892968abb78a38f38c2b6043ff31a","body":{'
-    '"step":7,"attempt":"0123abcd","world_size":1,"created_unix_s":1700000000.5,"stage_s":0.25,"commit_s":1.5,'
-    '"ranks":[{"rank":0,"segment":"rank-00000-0123abcd.safetensors","segment_bytes":4121,'
-    '"seal":"rank-00000-0123abcd.seal.json","seal_digest":"00000000000000000000000000000000"}],"seal_s":0.75,"rank":null}}\n'
+    '{"stillframe":1,"kind":"manifest","xxh3_128":"83a96ab151412c82751c926cea3b1ad8",'
+    '"body":{"save":{"step":7,"epoch":3,"attempt":2},"parent":{"step":5,"epoch":1,"attempt":1},'
+    '"world_size":1,"saved_unix_s":1700000000.5,"metadata":{"loss":0.5},"ranks":[{"rank":0,'
+    '"segment_bytes":4121,"seal_digest":"51eb8a0891325dc79542176a04e2010f"}]}}\n'
 )
+GOLDEN_NOTES = {
+    "claim": (
+        '{"stillframe":1,"kind":"claim","xxh3_128":"1d6b755d9d051876c31435401a75fc88","body":{"epoch":3,'
+        '"run":"0123abcd","sequence":1}}\n'
+    ),
+    "parent": (
+        '{"stillframe":1,"kind":"parent","xxh3_128":"d1b127dd02ed680510e7b45668db4e49","body":{"epoch":3,'
+        '"run":"0123abcd","sequence":1,"is_shared":true,"parent":{"step":5,"epoch":1,"attempt":1},'
+        '"lineage":[[1,5]]}}\n'
+    ),
+    "outcomes": (
+        '{"stillframe":1,"kind":"outcomes","xxh3_128":"d8377fc2bc08b49d8b97fccc41fafab6","body":{"epoch":3,'
+        '"ended":[{"save":{"step":7,"epoch":3,"attempt":2},"error":"StorageError","message":"full",'
+        '"files_stay":false}]}}\n'
+    ),
+    "aside": (
+        '{"stillframe":1,"kind":"aside","xxh3_128":"9d5d6a39be5fca0ebeb4e1015726dc74",'
+        '"body":{"reason":"pruned","was_committed":true,"epoch":3,"unix_s":1700000000.5,'
+        '"message":"not kept"}}\n'
+    ),
+    "failure": (
+        '{"stillframe":1,"kind":"failure","xxh3_128":"06bc71b9ad49488aa6ed017787f6f20e",'
+        '"body":{"save":{"step":7,"epoch":3,"attempt":2},"rank":3,"error":"StorageError","message":"full"}}\n'
+    ),
+}
 
 
 def test_a_header_has_exactly_these_bytes() -> None:
@@ -162,28 +220,45 @@ def test_a_header_has_exactly_these_bytes() -> None:
     assert header == b"\xf8\x0f\x00\x00\x00\x00\x00\x00" + text + b" " * (4096 - 8 - len(text))
 
 
+IDS = SaveId(7, 3, 2), SaveId(5, 1)
+SEGMENT_OF = Segment(4121, 4096, ZEROS, 16777216, [ZEROS])
+DRAFT = SealDraft(
+    rank=0,
+    world_size=1,
+    saved_unix_s=1700000000.5,
+    shards=records.encode_shards(SHARDS),
+    tree=records.encode_tree(TREE),
+    values=msgspec.Raw(b'[{"$":"float","bits":"7ff8000000000000"}]'),
+    teams=[Team(ZEROS, 2, ZEROS)],
+    metadata={"loss": 0.5},
+    updates=12,
+)
+
+
 def test_a_seal_has_exactly_these_bytes() -> None:
-    draft = SealDraft(
-        step=7,
-        rank=0,
-        world_size=1,
-        attempt="0123abcd",
-        shards=records.encode_shards(SHARDS),
-        tree=records.encode_tree(TREE),
-        values=msgspec.Raw(b'[{"$":"float","bits":"7ff8000000000000"}]'),
-        teams=[Team(ZEROS, 2, ZEROS)],
-    )
-    segment = Segment("rank-00000-0123abcd.safetensors", 4121, 4096, ZEROS, 16777216, [ZEROS])
-    data, known_by = records.encode_seal(draft, segment)
+    data, brief, known_by = records.encode_seal(DRAFT, *IDS, SEGMENT_OF)
     assert data.decode() == GOLDEN_SEAL
     assert f'"xxh3_128":"{known_by}"' in GOLDEN_SEAL
-    assert records.decode_seal_head(data[:400], file="f") == (
-        SealBrief(7, 0, 1, "0123abcd", 4121, draft.teams),
-        known_by,
-    )
+    assert brief == SealBrief(*IDS[:1], 0, 1, IDS[1], 1700000000.5, 12, 4121, DRAFT.teams)
+    assert records.decode_seal_head(data[:500], file="f") == (brief, known_by)
 
 
 def test_a_manifest_has_exactly_these_bytes() -> None:
-    entry = RankEntry(0, "rank-00000-0123abcd.safetensors", 4121, "rank-00000-0123abcd.seal.json", ZEROS)
-    manifest = Manifest(7, "0123abcd", 1, 1700000000.5, 0.25, 1.5, [entry], 0.75)
+    _, brief, known_by = records.encode_seal(DRAFT, *IDS, SEGMENT_OF)
+    manifest = records.make_manifest([(brief, known_by)], {"loss": 0.5})
+    assert manifest == Manifest(*IDS, 1, 1700000000.5, {"loss": 0.5}, [RankEntry(0, 4121, known_by)])
     assert records.encode_manifest(manifest).decode() == GOLDEN_MANIFEST
+
+
+NOTES = {
+    "claim": epochs.encode_claim(epochs.Claim(3, "0123abcd", 1)),
+    "parent": epochs.encode_parent(epochs.Parent(3, "0123abcd", 1, True, IDS[1], [Row(1, 5)])),
+    "outcomes": epochs.encode_outcomes(epochs.Outcomes(3, [epochs.Outcome(IDS[0], "StorageError", "full")])),
+    "aside": epochs.encode_aside(epochs.Aside("pruned", True, 3, 1700000000.5, "not kept")),
+    "failure": records.encode_failure(records.Failure(IDS[0], 3, "StorageError", "full")),
+}
+
+
+@pytest.mark.parametrize("kind", NOTES)
+def test_a_note_has_exactly_these_bytes(kind: str) -> None:
+    assert NOTES[kind].decode() == GOLDEN_NOTES[kind]

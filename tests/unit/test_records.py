@@ -9,7 +9,8 @@ import msgspec
 import pytest
 
 from stillframe.errors import FormatError, UnsupportedStateError, VersionError
-from stillframe.format import limits, names, records
+from stillframe.format import envelope as envelopes
+from stillframe.format import epochs, limits, records
 from stillframe.format.digest import digest
 from stillframe.format.records import Manifest, RankEntry, Seal, SealDraft, Segment
 from stillframe.format.segment import Shard
@@ -19,14 +20,16 @@ from stillframe.format.tree import (
     LeafNode,
     ListNode,
     ObjectNode,
+    ShardedNode,
     TensorNode,
     TupleNode,
     ValueNode,
     View,
 )
-from stillframe.model import BLOCK_BYTES, CHUNK_BYTES, MAX_STEP
+from stillframe.lineage import Row
+from stillframe.model import BLOCK_BYTES, CHUNK_BYTES, MAX_STEP, SaveId
 
-ATTEMPT = "0123abcd"
+SAVE, PARENT = SaveId(7, 2), SaveId(5, 1)
 DIGEST = digest(b"anything")
 SHARDS = [Shard("w", "F32", (3, 2), 0, 24), Shard("step", "I8", (), 24, 25, "cuda")]
 TREE = DictNode(
@@ -43,7 +46,6 @@ VALUES: list[Any] = [2**70, {"$": "tuple", "items": [1.5, None]}]
 
 def make_segment(**changes: Any) -> Segment:
     fields = {
-        "file": names.segment(0, ATTEMPT),
         "bytes": BLOCK_BYTES + 25,
         "data_start": BLOCK_BYTES,
         "header": DIGEST,
@@ -55,43 +57,38 @@ def make_segment(**changes: Any) -> Segment:
 
 def make_draft(**changes: Any) -> SealDraft:
     fields = {
-        "step": 7,
         "rank": 0,
         "world_size": 1,
-        "attempt": ATTEMPT,
+        "saved_unix_s": 1700000000.25,
         "shards": records.encode_shards(SHARDS),
         "tree": records.encode_tree(TREE),
         "values": msgspec.Raw(msgspec.json.encode(VALUES)),
+        "metadata": {"loss": 0.5},
+        "updates": 12,
     }
     return SealDraft(**{**fields, **changes})
 
 
-def seal_bytes(segment: dict[str, Any] | None = None, **draft: Any) -> bytes:
-    return records.encode_seal(make_draft(**draft), make_segment(**(segment or {})))[0]
+def seal_bytes(
+    segment: dict[str, Any] | None = None, save: SaveId = SAVE, parent: SaveId | None = PARENT, **draft: Any
+) -> bytes:
+    return records.encode_seal(make_draft(**draft), save, parent, make_segment(**(segment or {})))[0]
 
 
 def make_manifest(**changes: Any) -> Manifest:
     fields: dict[str, Any] = {
-        "step": 7,
-        "attempt": ATTEMPT,
+        "save": SAVE,
+        "parent": PARENT,
         "world_size": 2,
-        "created_unix_s": 1700000000.25,
-        "stage_s": 0.125,
-        "commit_s": 0.5,
+        "saved_unix_s": 1700000000.25,
+        "metadata": {"loss": 0.5},
         "ranks": [make_entry(0), make_entry(1)],
     }
     return Manifest(**{**fields, **changes})
 
 
 def make_entry(rank: int, **changes: Any) -> RankEntry:
-    fields: dict[str, Any] = {
-        "rank": rank,
-        "segment": names.segment(rank, ATTEMPT),
-        "segment_bytes": 5000,
-        "seal": names.seal(rank, ATTEMPT),
-        "seal_digest": DIGEST,
-    }
-    return RankEntry(**{**fields, **changes})
+    return RankEntry(**{"rank": rank, "segment_bytes": 5000, "seal_digest": DIGEST, **changes})
 
 
 def envelope(data: bytes) -> dict[str, Any]:
@@ -101,7 +98,7 @@ def envelope(data: bytes) -> dict[str, Any]:
 
 def test_a_seal_is_read_back() -> None:
     assert records.decode_seal(seal_bytes(), file="f")[0] == Seal(
-        7, 0, 1, ATTEMPT, make_segment(), SHARDS, TREE, VALUES
+        SAVE, 0, 1, PARENT, 1700000000.25, 12, [], {"loss": 0.5}, make_segment(), SHARDS, TREE, VALUES
     )
 
 
@@ -114,6 +111,18 @@ def test_a_manifest_knows_how_many_bytes_its_segments_have() -> None:
     assert make_manifest().bytes == 10_000
 
 
+def test_a_manifest_says_what_the_seals_say_and_nothing_else() -> None:
+    """So whoever writes it, and whenever, writes the same bytes."""
+    sealed = [records.encode_seal(make_draft(rank=rank, world_size=2), SAVE, PARENT, make_segment()) for rank in (0, 1)]
+    read = [records.decode_seal(data, file="f") for data, _, _ in sealed]
+    by_the_writer = records.make_manifest([(brief, known_by) for _, brief, known_by in sealed], {"loss": 0.5})
+    by_a_reader = records.make_manifest([(seal.brief, known_by) for seal, known_by in read], read[0][0].metadata)
+    assert records.encode_manifest(by_the_writer) == records.encode_manifest(by_a_reader)
+    assert by_a_reader == make_manifest(
+        ranks=[make_entry(rank, segment_bytes=make_segment().bytes, seal_digest=read[rank][1]) for rank in (0, 1)]
+    )
+
+
 def test_the_envelope_says_version_kind_and_checksum_of_the_body() -> None:
     data = seal_bytes()
     body = data[data.index(b'"body":') + len(b'"body":') : -2]
@@ -123,10 +132,12 @@ def test_the_envelope_says_version_kind_and_checksum_of_the_body() -> None:
         "kind": "seal",
         "xxh3_128": digest(body),
         "brief": {
-            "step": 7,
+            "save": {"step": 7, "epoch": 2, "attempt": 1},
             "rank": 0,
             "world_size": 1,
-            "attempt": ATTEMPT,
+            "parent": {"step": 5, "epoch": 1, "attempt": 1},
+            "saved_unix_s": 1700000000.25,
+            "updates": 12,
             "segment_bytes": make_segment().bytes,
             "teams": [],
         },
@@ -136,13 +147,14 @@ def test_the_envelope_says_version_kind_and_checksum_of_the_body() -> None:
 
 def test_the_head_of_a_seal_tells_what_a_commit_needs() -> None:
     data = seal_bytes()
-    brief, known_by = records.decode_seal_head(data[:300], file="f")
-    assert (brief.step, brief.rank, brief.segment_bytes) == (7, 0, make_segment().bytes)
-    assert known_by == records.decode_seal(data, file="f")[1]
-    with pytest.raises(FormatError, match="f cannot be read"):
-        records.decode_seal_head(data[:100], file="f")
-    with pytest.raises(FormatError, match="no seal of this version"):
-        records.decode_seal_head(data.replace(b'"stillframe":2', b'"stillframe":1'), file="f")
+    head = records.decode_seal_head(data[:400], file="f")
+    assert head is not None
+    assert (head[0].save, head[0].rank, head[0].segment_bytes) == (SAVE, 0, make_segment().bytes)
+    assert head[1] == records.decode_seal(data, file="f")[1]
+    for length in range(data.index(b'"body":')):
+        assert records.decode_seal_head(data[:length], file="f") is None
+    with pytest.raises(VersionError, match="f has format version 2"):
+        records.decode_seal_head(data.replace(b'"stillframe":1', b'"stillframe":2'), file="f")
 
 
 def test_a_brief_that_differs_from_its_body_is_refused() -> None:
@@ -166,7 +178,7 @@ def test_a_newer_version_is_a_version_error_whatever_else_it_holds(change: dict[
 
 @pytest.mark.parametrize("version", [0, -1, 1.5, "1", None, True])
 def test_a_version_that_never_was_is_refused(version: Any) -> None:
-    data = seal_bytes().replace(b'"stillframe":2', b'"stillframe":' + json.dumps(version).encode())
+    data = seal_bytes().replace(b'"stillframe":1', b'"stillframe":' + json.dumps(version).encode())
     with pytest.raises(FormatError):
         records.decode_seal(data, file="f")
 
@@ -197,7 +209,7 @@ def test_what_is_no_record_at_all_is_a_format_error(data: bytes) -> None:
 def test_a_record_beyond_the_limit_is_refused_by_reader_and_writer(monkeypatch: pytest.MonkeyPatch) -> None:
     manifest = make_manifest()
     data = records.encode_manifest(manifest)
-    monkeypatch.setitem(records._MAX_BYTES, "manifest", len(data) - 1)
+    monkeypatch.setitem(envelopes._MAX_BYTES, "manifest", len(data) - 1)
     with pytest.raises(FormatError, match="more than the format allows"):
         records.decode_manifest(data, file="f")
     with pytest.raises(UnsupportedStateError, match="the format allows"):
@@ -215,8 +227,10 @@ def test_a_state_too_large_for_its_seal_is_refused_before_anything_is_written(mo
 @pytest.mark.parametrize(
     "change",
     [
-        {"step": -1}, {"step": MAX_STEP + 1}, {"world_size": 0}, {"world_size": limits.MAX_RANKS + 1}, {"rank": 1},
-        {"rank": -1}, {"attempt": "../../xx"}, {"attempt": "0123ABCD"}, {"attempt": ""}, {"step": "7"},
+        {"save": SaveId(-1, 2)}, {"save": SaveId(MAX_STEP + 1, 2)}, {"save": SaveId(7, 0), "parent": None},
+        {"save": SaveId(7, 2, 0)}, {"parent": SAVE}, {"parent": SaveId(1, 3)}, {"parent": SaveId(-1, 1)},
+        {"world_size": 0}, {"world_size": limits.MAX_RANKS + 1}, {"rank": 1}, {"rank": -1}, {"rank": "0"},
+        {"save": SaveId("7", 2)}, {"updates": "many"}, {"saved_unix_s": None},  # type: ignore[arg-type]
         {"tree": records.encode_tree(TensorNode(2))}, {"tree": records.encode_tree(TensorNode(-1))},
         {"tree": records.encode_tree(ValueNode(2))}, {"tree": records.encode_tree(ArrayNode(9, "<f4"))},
         {"tree": records.encode_tree(DictNode(["a", "b"], [ValueNode(0)]))},
@@ -234,7 +248,6 @@ def test_a_seal_that_cannot_be_true_is_refused_by_name(change: dict[str, Any]) -
 @pytest.mark.parametrize(
     "change",
     [
-        {"file": "../x.safetensors"}, {"file": names.segment(1, ATTEMPT)}, {"file": names.segment(0, "ffffffff")},
         {"bytes": BLOCK_BYTES - 1}, {"bytes": BLOCK_BYTES + 26}, {"bytes": -1}, {"data_start": 0}, {"data_start": 100},
         {"data_start": 2 * BLOCK_BYTES}, {"data_start": -BLOCK_BYTES}, {"chunk_bytes": 0}, {"chunk_bytes": 100},
         {"chunk_bytes": -CHUNK_BYTES}, {"chunks": []}, {"chunks": [DIGEST, DIGEST]}, {"chunks": ["0" * 31]},
@@ -250,10 +263,8 @@ def test_a_segment_that_cannot_be_true_is_refused_by_name(change: dict[str, Any]
 @pytest.mark.parametrize(
     "change",
     [
-        {"step": -1}, {"world_size": 1}, {"world_size": 3}, {"ranks": []}, {"ranks": [make_entry(1), make_entry(0)]},
-        {"ranks": [make_entry(0), make_entry(0)]}, {"attempt": "ffffffff"},
-        {"ranks": [make_entry(0), make_entry(1, segment="../x")]},
-        {"ranks": [make_entry(0), make_entry(1, seal=names.seal(0, ATTEMPT))]},
+        {"save": SaveId(-1, 2)}, {"save": SaveId(7, 1)}, {"world_size": 1}, {"world_size": 3}, {"ranks": []},
+        {"ranks": [make_entry(1), make_entry(0)]}, {"ranks": [make_entry(0), make_entry(0)]}, {"metadata": None},
         {"ranks": [make_entry(0), make_entry(1, segment_bytes=-1)]},
         {"ranks": [make_entry(0), make_entry(1, seal_digest="no digest")]},
     ],
@@ -273,7 +284,102 @@ def nested(depth: int) -> records.SealDraft:
 
 def test_nesting_is_read_up_to_the_limit_and_no_deeper() -> None:
     segment = make_segment()
-    too_deep, _ = records.encode_seal(nested(limits.MAX_DEPTH + 10), segment)
+    too_deep, _, _ = records.encode_seal(nested(limits.MAX_DEPTH + 10), SAVE, PARENT, segment)
     with pytest.raises(FormatError, match="deeper"):
         records.decode_seal(too_deep, file="f")
-    records.decode_seal(records.encode_seal(nested(limits.MAX_DEPTH), segment)[0], file="f")
+    records.decode_seal(records.encode_seal(nested(limits.MAX_DEPTH), SAVE, PARENT, segment)[0], file="f")
+
+
+@pytest.mark.parametrize(
+    ("view", "message"),
+    [
+        (View("F32", (2**20, 2**20), (0, 0), 0), "repeats its 24 bytes"),
+        (View("F32", (2**61, 2**61), (0, 0), 0), "repeats its 24 bytes"),
+        (View("F32", (16 * 2**20 + 1,), (0,), 5), "repeats its 24 bytes"),
+        (View("F32", (7,), (1,), 0), "reaches outside"),
+        (View("F32", (1,), (1,), 6), "reaches outside"),
+        (View("F64", (2, 2), (2, 1), 1), "reaches outside"),
+        (View("F32", (0, 3), (1, 1), 0), "reaches outside"),
+        (View("F32", (1,) * 65, (1,) * 65, 0), "reaches outside"),
+        (View("F32", (2,), (), 0), "malformed"),
+        (View("F32", (-1,), (1,), 3), "malformed"),
+        (View("F32", (2**80,), (0,), 3), "malformed"),
+        (View("X", (2,), (1,), 0), "unknown dtype"),
+    ],
+)
+def test_a_view_that_its_shard_cannot_give_is_refused(view: View, message: str) -> None:
+    with pytest.raises(FormatError, match=message):
+        records.decode_seal(seal_bytes(tree=records.encode_tree(TensorNode(0, view))), file="f")
+
+
+def test_a_view_may_repeat_its_shard_up_to_a_limit() -> None:
+    for view in (
+        View("F32", (1000, 6), (0, 1), 0),
+        View("F32", (16 * 2**20,), (0,), 5),
+        View("F32", (3, 3), (1, 1), 1),
+    ):
+        records.decode_seal(seal_bytes(tree=records.encode_tree(TensorNode(0, view))), file="f")
+
+
+def test_a_sharded_tensor_of_an_impossible_shape_is_refused() -> None:
+    for shape in ((2**40, 2**40), (2**61, 2**61, 0), (-1,), (2**80,)):
+        with pytest.raises(FormatError):
+            records.decode_seal(seal_bytes(tree=records.encode_tree(ShardedNode("t", "F32", shape, []))), file="f")
+
+
+# --- what a root says of a run -----------------------------------------------------------------
+
+PARENT_OF = epochs.Parent(4, "0123abcd", 1, True, SaveId(9, 3), [Row(3, 9), Row(1, 5)])
+NOTES: list[tuple[Any, Any, Any]] = [
+    (epochs.encode_claim, epochs.decode_claim, epochs.Claim(4, "0123abcd", 1)),
+    (epochs.encode_parent, epochs.decode_parent, PARENT_OF),
+    (epochs.encode_parent, epochs.decode_parent, epochs.Parent(1, "0123abcd", 0, False, None)),
+    (
+        epochs.encode_outcomes,
+        epochs.decode_outcomes,
+        epochs.Outcomes(4, [epochs.Outcome(SAVE, "StorageError", "full")]),
+    ),
+    (epochs.encode_aside, epochs.decode_aside, epochs.Aside("pruned", True, 4, 1700000000.5, "not kept")),
+    (epochs.encode_request, epochs.decode_request, epochs.Request("0123abcd", 1.5, [SAVE], "KeepLast")),
+    (
+        epochs.encode_answer,
+        epochs.decode_answer,
+        epochs.Answer("0123abcd", True, [epochs.Gone(SAVE, "asked for", 5)], [epochs.Stays(PARENT, "pinned")]),
+    ),
+    (records.encode_failure, records.decode_failure, records.Failure(SAVE, 3, "StorageError", "full")),
+]
+
+
+@pytest.mark.parametrize(("encode", "decode", "note"), NOTES)
+def test_a_note_is_read_back(encode: Any, decode: Any, note: Any) -> None:
+    data = encode(note)
+    assert decode(data, file="f") == note
+    for length in range(len(data) - 1):
+        with pytest.raises(FormatError, match=r"^f "):
+            decode(data[:length], file="f")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"parent": None}, {"lineage": []}, {"lineage": [Row(3, 8), Row(1, 5)]}, {"lineage": [Row(3, 9), Row(3, 5)]},
+        {"lineage": [Row(3, 9), Row(0, 5)]}, {"epoch": 3}, {"parent": SaveId(9, 4)}, {"parent": SaveId(-1, 3)},
+        {"lineage": [Row(3, 9), Row(2, "5")]},  # type: ignore[arg-type]
+        {"lineage": [Row(3, 9)] * (limits.MAX_LINEAGE_ROWS + 1)},
+    ],
+)  # fmt: skip
+def test_a_parent_that_cannot_be_true_is_refused_by_name(change: dict[str, Any]) -> None:
+    with pytest.raises(FormatError, match=r"^f"):
+        epochs.decode_parent(epochs.encode_parent(msgspec.structs.replace(PARENT_OF, **change)), file="f")
+
+
+def test_a_tombstone_of_an_unknown_reason_is_refused() -> None:
+    data = epochs.encode_aside(epochs.Aside("because", True, 4, 1.0))  # type: ignore[arg-type]
+    with pytest.raises(FormatError, match=r"^f "):
+        epochs.decode_aside(data, file="f")
+
+
+@pytest.mark.parametrize("save", [SaveId(-1), SaveId(1, 0), SaveId(1, 1, 0), SaveId(MAX_STEP + 1)], ids=str)
+def test_a_request_to_remove_what_no_save_can_be_is_refused(save: SaveId) -> None:
+    with pytest.raises(FormatError, match=r"^f: impossible"):
+        epochs.decode_request(epochs.encode_request(epochs.Request("0123abcd", 1.5, [save])), file="f")

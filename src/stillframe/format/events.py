@@ -1,6 +1,6 @@
-"""What happened in a run: typed events, one JSON object a line, one file for each rank and attempt.
+"""What happened in a run: typed events, one JSON object a line, one file for each rank and start of the run.
 
-    <root>/events/rank-00000-<attempt>.jsonl
+    <root>/run/events/rank-00000-<run>.jsonl
 
 Written by the keeper, beside its work: a line for each save when it is over, one for the updates since the save
 before, one a second while bytes are on their way.  Times are seconds of the Unix epoch by the writer's clock.
@@ -29,12 +29,12 @@ class KeeperStarted(_Event, frozen=True, tag="run"):
 
     rank: int
     world_size: int
-    attempt: str
+    run: str
     host: str
     pid: int
     version: str
-    keep_last: int | None = None
-    keep_every: int | None = None
+    keep: str = ""
+    """The policy; empty if everything is kept."""
 
 
 class Save(_Event, frozen=True):

@@ -1,85 +1,28 @@
-"""Seals and manifests: one rank's promise, and the commit.
-
-Both are one JSON object in one envelope::
-
-    {"stillframe": 1, "kind": "seal", "xxh3_128": "<digest of the body's bytes>", "body": {...}}
-
-so every byte of the body is covered by a checksum, and a reader knows the version before it
-looks any further.  A seal has its ``brief`` before the body: what a commit needs to know of it, so that whoever
-commits thousands of ranks reads the first bytes of each.
-"""
+"""Seals and manifests: one rank's promise, and the commit."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Literal, TypeVar
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import msgspec
 
-from stillframe.errors import FormatError, UnsupportedStateError, VersionError
+from stillframe.errors import FormatError, UnsupportedStateError
 from stillframe.format import limits, names
-from stillframe.format.digest import digest, is_digest
+from stillframe.format.digest import is_digest
+from stillframe.format.envelope import TOO_LARGE, Record, unwrap, unwrap_head, wrap
 from stillframe.format.segment import Shard, check_shards
 from stillframe.format.tree import Node, check_tree
-from stillframe.model import BLOCK_BYTES, MAX_STEP
-
-Kind = Literal["seal", "manifest", "failure"]
-_TOO_LARGE = (
-    "the {what} would take {size} bytes; the format allows {limit}: put large Python values in a tensor or an array"
-)
-_MAX_BYTES: dict[Kind, int] = {
-    "seal": limits.MAX_SEAL_BYTES,
-    "manifest": limits.MAX_MANIFEST_BYTES,
-    "failure": limits.MAX_FAILURE_BYTES,
-}
-
+from stillframe.model import BLOCK_BYTES, SaveId
 
 HEAD_BYTES = 4096, 64 * 1024
 """A seal's brief lies within the first of these, or, if it names many teams, within the second."""
 
 
-_BODY = b',"body":'
-
-
-class _Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    pass
-
-
-class _Envelope(_Record, frozen=True):
-    stillframe: int
-    kind: str
-    xxh3_128: str
-    body: msgspec.Raw
-
-
-class _SealHead(_Record, frozen=True):
-    """A seal's envelope without its body."""
-
-    stillframe: int
-    kind: str
-    xxh3_128: str
-    brief: SealBrief
-
-
-class _SealEnvelope(_Record, frozen=True):
-    stillframe: int
-    kind: str
-    xxh3_128: str
-    brief: SealBrief
-    body: msgspec.Raw
-
-
-class _Peek(msgspec.Struct, frozen=True):
-    """What is looked at before anything else, whatever else there is."""
-
-    stillframe: int
-    kind: str = ""
-
-
-class Segment(_Record, frozen=True):
+class Segment(Record, frozen=True):
     """How a segment's bytes are divided into chunks, and the digest of each."""
 
-    file: str
     bytes: int
     data_start: int
     header: str
@@ -93,7 +36,7 @@ class Segment(_Record, frozen=True):
         return self.bytes - self.data_start
 
 
-class Team(_Record, frozen=True):
+class Team(Record, frozen=True):
     """Ranks that hold boxes of the same tensors, and a digest of these tensors: every rank must seal the same digest.
 
     ``ranks`` is a digest of the ranks' numbers; there may be thousands.
@@ -104,90 +47,121 @@ class Team(_Record, frozen=True):
     tensors: str
 
 
-class SealBrief(_Record, frozen=True):
+class SealBrief(Record, frozen=True):
     """What a commit needs to know of a seal."""
 
-    step: int
+    save: SaveId
     rank: int
     world_size: int
-    attempt: str
+    parent: SaveId | None
+    """The save that this epoch goes on from."""
+    saved_unix_s: float
+    """When ``save()`` was called, by this rank's clock."""
+    updates: int | None
+    """How many updates this rank had made since its epoch began; ``None`` if that is not known."""
     segment_bytes: int
     teams: list[Team]
 
 
-class SealDraft(_Record, frozen=True):
-    """What of a seal is known when the save is requested; tree, shards and values are already JSON."""
+class SealDraft(Record, frozen=True):
+    """What of a seal the trainer knows when the save is requested; tree, shards and values are already JSON."""
 
-    step: int
     rank: int
     world_size: int
-    attempt: str
+    saved_unix_s: float
     shards: msgspec.Raw
     tree: msgspec.Raw
     values: msgspec.Raw
-    teams: list[Team] = []
+    teams: list[Team] = msgspec.field(default_factory=list)
+    metadata: dict[str, Any] = msgspec.field(default_factory=dict)
+    updates: int | None = None
 
 
-class Seal(_Record, frozen=True):
-    step: int
+class Seal(Record, frozen=True):
+    save: SaveId
     rank: int
     world_size: int
-    attempt: str
+    parent: SaveId | None
+    saved_unix_s: float
+    updates: int | None
+    teams: list[Team]
+    metadata: dict[str, Any]
+    """As given to ``save()``; the manifest has rank 0's."""
     segment: Segment
     shards: list[Shard]
     tree: Node
     values: list[Any]
-    teams: list[Team] = []
+
+    @property
+    def brief(self) -> SealBrief:
+        return SealBrief(
+            self.save, self.rank, self.world_size, self.parent, self.saved_unix_s, self.updates, self.segment.bytes,
+            self.teams,
+        )  # fmt: skip
 
 
-class RankEntry(_Record, frozen=True):
+class RankEntry(Record, frozen=True):
     """What a manifest says of one rank."""
 
     rank: int
-    segment: str
     segment_bytes: int
-    seal: str
     seal_digest: str
-    """Of the seal's body, as it stands in its envelope; in version 1, of its whole file."""
+    """Of the seal's body, as it stands in its envelope."""
 
 
-class Manifest(_Record, frozen=True):
-    step: int
-    attempt: str
+class Manifest(Record, frozen=True):
+    """The commit of a save.  It says nothing that the seals do not say, so whoever writes it writes the same bytes."""
+
+    save: SaveId
+    parent: SaveId | None
     world_size: int
-    created_unix_s: float
-    stage_s: float
-    """From ``save()`` to staged, on the rank that wrote this."""
-    commit_s: float
-    """From ``save()`` to this manifest."""
+    saved_unix_s: float
+    """Rank 0's."""
+    metadata: dict[str, Any]
+    """Rank 0's."""
     ranks: list[RankEntry]
-    seal_s: float | None = None
-    """From ``save()`` to sealed, on the rank that wrote this; a manifest of version 1 does not tell."""
-    rank: int | None = None
-    """The one rank that this commits, in a root that the other ranks do not see; ``None``: it commits all."""
+
+    @property
+    def step(self) -> int:
+        return self.save.step
 
     @property
     def bytes(self) -> int:
         return sum(entry.segment_bytes for entry in self.ranks)
 
+    @property
+    def rank(self) -> int | None:
+        """The one rank whose part this is, in a root that the ranks do not share; ``None``: it is of all."""
+        return None if len(self.ranks) == self.world_size else self.ranks[0].rank
 
-class Failure(_Record, frozen=True):
-    """A rank's word that it will never seal this step; rank 0's, that it will never be committed."""
 
-    step: int
+class Failure(Record, frozen=True):
+    """A rank's word that it will never seal this save."""
+
+    save: SaveId
     rank: int
-    attempt: str
     error: str
     message: str
 
 
-def encode_seal(draft: SealDraft, segment: Segment) -> tuple[bytes, str]:
-    """The file, and the digest by which a manifest knows it."""
-    fields = {name: getattr(draft, name) for name in draft.__struct_fields__}
-    body = msgspec.json.encode({**fields, "segment": segment})
-    brief = SealBrief(draft.step, draft.rank, draft.world_size, draft.attempt, segment.bytes, draft.teams)
-    known_by = digest(body)
-    return _limited("seal", _SealEnvelope(limits.VERSION, "seal", known_by, brief, msgspec.Raw(body))), known_by
+def encode_seal(
+    draft: SealDraft, save: SaveId, parent: SaveId | None, segment: Segment
+) -> tuple[bytes, SealBrief, str]:
+    """The file, its brief, and the digest by which a manifest knows it."""
+    brief = SealBrief(
+        save, draft.rank, draft.world_size, parent, draft.saved_unix_s, draft.updates, segment.bytes, draft.teams
+    )  # fmt: skip
+    fields = {name: getattr(brief, name) for name in brief.__struct_fields__ if name != "segment_bytes"}
+    stored = {
+        "metadata": draft.metadata,
+        "segment": segment,
+        "shards": draft.shards,
+        "tree": draft.tree,
+        "values": draft.values,
+    }
+    body = msgspec.json.encode({**fields, **stored})
+    data, known_by = wrap("seal", body, brief)
+    return data, brief, known_by
 
 
 def check_draft(draft: SealDraft) -> None:
@@ -195,27 +169,26 @@ def check_draft(draft: SealDraft) -> None:
     size = len(bytes(draft.shards)) + len(bytes(draft.tree)) + len(bytes(draft.values))
     if size > limits.MAX_SEAL_BYTES // 2:
         raise UnsupportedStateError(
-            _TOO_LARGE.format(what="tree and plain values of the state", size=size, limit=limits.MAX_SEAL_BYTES // 2)
+            TOO_LARGE.format(what="tree and plain values of the state", size=size, limit=limits.MAX_SEAL_BYTES // 2)
         )
 
 
+def make_manifest(seals: Sequence[tuple[SealBrief, str]], metadata: dict[str, Any]) -> Manifest:
+    """Of these seals, in the order of their ranks, each with its digest: all ranks', or one in a root of its own.
+
+    ``metadata``: that of the first seal.
+    """
+    first = seals[0][0]
+    entries = [RankEntry(brief.rank, brief.segment_bytes, known_by) for brief, known_by in seals]
+    return Manifest(first.save, first.parent, first.world_size, first.saved_unix_s, metadata, entries)
+
+
 def encode_manifest(manifest: Manifest) -> bytes:
-    return _seal_up("manifest", msgspec.json.encode(manifest))
+    return wrap("manifest", manifest)[0]
 
 
 def encode_failure(failure: Failure) -> bytes:
-    return _seal_up("failure", msgspec.json.encode(failure))
-
-
-def _seal_up(kind: Kind, body: bytes) -> bytes:
-    return _limited(kind, _Envelope(limits.VERSION, kind, digest(body), msgspec.Raw(body)))
-
-
-def _limited(kind: Kind, envelope: _Envelope | _SealEnvelope) -> bytes:
-    data = msgspec.json.encode(envelope) + b"\n"
-    if len(data) > _MAX_BYTES[kind]:
-        raise UnsupportedStateError(_TOO_LARGE.format(what=kind, size=len(data), limit=_MAX_BYTES[kind]))
-    return data
+    return wrap("failure", failure)[0]
 
 
 def decode_seal(data: bytes, *, file: str) -> tuple[Seal, str]:
@@ -223,99 +196,68 @@ def decode_seal(data: bytes, *, file: str) -> tuple[Seal, str]:
 
     Raises: :class:`FormatError` or :class:`VersionError`, naming ``file``.
     """
-    seal, envelope = _open("seal", data, Seal, file)
-    try:
+    seal, known_by, brief = unwrap("seal", data, Seal, file)
+    with naming(file):
         _check_seal(seal)
-        if isinstance(envelope, _SealEnvelope):
-            brief = SealBrief(seal.step, seal.rank, seal.world_size, seal.attempt, seal.segment.bytes, seal.teams)
-            if envelope.brief != brief:
-                raise FormatError("brief and body differ")
-    except FormatError as error:
-        raise FormatError(f"{file}: {error}") from None
-    return seal, envelope.xxh3_128 if envelope.stillframe > 1 else digest(data)
+        try:
+            is_right = msgspec.json.decode(brief, type=SealBrief) == seal.brief
+        except (msgspec.MsgspecError, UnicodeDecodeError):
+            is_right = False
+        if not is_right:
+            raise FormatError("brief and body differ")
+    return seal, known_by
+
+
+def decode_seal_head(data: bytes, *, file: str) -> tuple[SealBrief, str] | None:
+    """The brief, and the digest by which a manifest knows the seal, from its first bytes; ``None``: they are too few.
+
+    Raises: :class:`VersionError`, naming ``file``.
+    """
+    return unwrap_head("seal", data, SealBrief, file)
 
 
 def decode_manifest(data: bytes, *, file: str) -> Manifest:
     """Raises :class:`FormatError` or :class:`VersionError`, naming ``file``."""
-    manifest, _ = _open("manifest", data, Manifest, file)
-    try:
+    manifest, _, _ = unwrap("manifest", data, Manifest, file)
+    with naming(file):
         _check_manifest(manifest)
-    except FormatError as error:
-        raise FormatError(f"{file}: {error}") from None
     return manifest
-
-
-def has_head(data: bytes) -> bool:
-    """Whether these first bytes of a seal hold its brief."""
-    return _BODY in data
-
-
-def decode_seal_head(data: bytes, *, file: str) -> tuple[SealBrief, str]:
-    """The brief, and the digest by which a manifest knows the seal, from its first bytes (:func:`has_head`)."""
-    try:
-        head = msgspec.json.decode(data.partition(_BODY)[0] + b"}", type=_SealHead)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise FormatError(f"{file} cannot be read: {error}") from None
-    if (head.stillframe, head.kind) != (limits.VERSION, "seal") or not is_digest(head.xxh3_128):
-        raise FormatError(f"{file} is no seal of this version")
-    return head.brief, head.xxh3_128
 
 
 def decode_failure(data: bytes, *, file: str) -> Failure:
     """Raises :class:`FormatError` or :class:`VersionError`, naming ``file``."""
-    failure, _ = _open("failure", data, Failure, file)
-    return failure
+    return unwrap("failure", data, Failure, file)[0]
 
 
-_T = TypeVar("_T")
-
-
-def _peek(data: bytes, file: str) -> _Peek:
+@contextlib.contextmanager
+def naming(file: str) -> Iterator[None]:
+    """A :class:`FormatError` raised in the body names the file."""
     try:
-        peek = msgspec.json.decode(data, type=_Peek)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise FormatError(f"{file} cannot be read: {error}") from None
-    if peek.stillframe < 1:
-        raise FormatError(f"{file} has format version {peek.stillframe}, which there never was")
-    if peek.stillframe > limits.VERSION:
-        raise VersionError(
-            f"{file} has format version {peek.stillframe}; this stillframe reads up to {limits.VERSION}: upgrade it"
-        )
-    return peek
+        yield
+    except FormatError as error:
+        raise FormatError(f"{file}: {error}") from None
 
 
-def _open(kind: Kind, data: bytes, into: type[_T], file: str) -> tuple[_T, _Envelope | _SealEnvelope]:
-    if len(data) > _MAX_BYTES[kind]:
-        raise FormatError(f"{file}: {len(data)} bytes are more than the format allows")
-    peek = _peek(data, file)
-    if peek.kind != kind:
-        raise FormatError(f"{file} is a {peek.kind!r}, not a {kind}")
-    try:
-        envelope: _Envelope | _SealEnvelope
-        if kind == "seal" and peek.stillframe > 1:
-            envelope = msgspec.json.decode(data, type=_SealEnvelope)
-        else:
-            envelope = msgspec.json.decode(data, type=_Envelope)
-        is_whole = digest(bytes(envelope.body)) == envelope.xxh3_128 and msgspec.json.encode(envelope) + b"\n" == data
-        if not is_whole:
-            raise FormatError(f"{file} is damaged: its checksum does not match")
-        return msgspec.json.decode(envelope.body, type=into), envelope
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise FormatError(f"{file} cannot be read: {error}") from None
+def check_id(save: SaveId) -> None:
+    if not names.is_id(save):
+        raise FormatError(f"impossible {save}")
 
 
-def _check_common(step: int, rank_count: int, attempt: str) -> None:
-    if not 0 <= step <= MAX_STEP or not 1 <= rank_count <= limits.MAX_RANKS:
-        raise FormatError(f"impossible step {step} or world size {rank_count}")
-    if names.parse_rank_file(names.segment(0, attempt)) is None:
-        raise FormatError(f"{attempt!r} is not an attempt")
+def _check_common(save: SaveId, parent: SaveId | None, world_size: int) -> None:
+    check_id(save)
+    if parent is not None:
+        check_id(parent)
+        if parent.epoch >= save.epoch:
+            raise FormatError(f"{save} cannot go on from {parent}")
+    if not 1 <= world_size <= limits.MAX_RANKS:
+        raise FormatError(f"impossible world size {world_size}")
 
 
 def _check_seal(seal: Seal) -> None:
-    _check_common(seal.step, seal.world_size, seal.attempt)
+    _check_common(seal.save, seal.parent, seal.world_size)
     segment = seal.segment
-    if not 0 <= seal.rank < seal.world_size or segment.file != names.segment(seal.rank, seal.attempt):
-        raise FormatError(f"impossible rank {seal.rank} or segment {segment.file!r}")
+    if not 0 <= seal.rank < seal.world_size:
+        raise FormatError(f"impossible rank {seal.rank}")
     if segment.data_start % BLOCK_BYTES or not 0 < segment.data_start <= min(segment.bytes, limits.MAX_HEADER_BYTES):
         raise FormatError(f"impossible data start {segment.data_start}")
     if not 0 < segment.chunk_bytes <= limits.MAX_CHUNK_BYTES or segment.chunk_bytes % BLOCK_BYTES:
@@ -329,16 +271,12 @@ def _check_seal(seal: Seal) -> None:
 
 
 def _check_manifest(manifest: Manifest) -> None:
-    _check_common(manifest.step, manifest.world_size, manifest.attempt)
-    ranks = list(range(manifest.world_size)) if manifest.rank is None else [manifest.rank]
-    if [entry.rank for entry in manifest.ranks] != ranks or not 0 <= ranks[0] < manifest.world_size:
-        raise FormatError(f"the ranks are not {'0, 1, 2, …' if manifest.rank is None else manifest.rank}")
+    _check_common(manifest.save, manifest.parent, manifest.world_size)
+    if [entry.rank for entry in manifest.ranks] != list(range(manifest.world_size)):
+        raise FormatError("the ranks are not 0, 1, 2, …")
     for entry in manifest.ranks:
-        expected = names.segment(entry.rank, manifest.attempt), names.seal(entry.rank, manifest.attempt)
-        if (entry.segment, entry.seal) != expected or entry.segment_bytes < 0:
-            raise FormatError(f"rank {entry.rank} names the files {entry.segment!r} and {entry.seal!r}")
-        if not is_digest(entry.seal_digest):
-            raise FormatError(f"rank {entry.rank} has a malformed checksum")
+        if entry.segment_bytes < 0 or not is_digest(entry.seal_digest):
+            raise FormatError(f"rank {entry.rank} has an impossible size or a malformed checksum")
 
 
 def encode_shards(shards: Sequence[Shard]) -> msgspec.Raw:

@@ -9,6 +9,7 @@ change, so they are stored in a list beside it (:mod:`.values`).  Every module t
 from __future__ import annotations
 
 import fnmatch
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar, Union
 
@@ -17,7 +18,10 @@ import msgspec
 from stillframe.errors import FormatError
 from stillframe.format import limits
 from stillframe.format.segment import ITEM_BYTES, NUMPY_DTYPES, Shard, check_box
+from stillframe.units import MIB
 
+_MAX_REPEATS = 16
+_ALWAYS_ALLOWED_BYTES = 64 * MIB
 Path = tuple[Any, ...]
 """Keys and indexes from the top of a state to something in it."""
 
@@ -174,14 +178,41 @@ def _check_node(node: Node, shards: Sequence[Shard], values: Sequence[Any]) -> N
     elif isinstance(node, TensorNode | ArrayNode):
         if not 0 <= node.shard < len(shards):
             raise FormatError(f"the tree names shard {node.shard} of {len(shards)}")
+        if isinstance(node, TensorNode) and node.view is not None:
+            _check_view(node.view, shards[node.shard])
         if isinstance(node, ArrayNode) and NUMPY_DTYPES.get(shards[node.shard].dtype) != node.dtype:
             raise FormatError(f"a numpy array of dtype {node.dtype!r} is stored as {shards[node.shard].dtype}")
+
+
+def max_view_bytes(shard_bytes: int) -> int:
+    """How much a view of a shard may hold: its items may repeat, but a few bytes must not ask for any amount of memory.
+
+    A tensor that holds more is stored by itself.
+    """
+    return max(_MAX_REPEATS * shard_bytes, _ALWAYS_ALLOWED_BYTES)
+
+
+def _check_view(view: View, shard: Shard) -> None:
+    item_bytes = ITEM_BYTES.get(view.dtype)
+    if item_bytes is None:
+        raise FormatError(f"a view of {shard.name!r} has an unknown dtype {view.dtype!r}")
+    numbers = (view.offset, *view.shape, *view.stride)
+    if len(view.shape) != len(view.stride) or not all(0 <= number < 1 << 62 for number in numbers):
+        raise FormatError(f"a view of {shard.name!r} is malformed")
+    last = view.offset + sum((size - 1) * stride for size, stride in zip(view.shape, view.stride, strict=True))
+    items = math.prod(view.shape[: limits.MAX_DIMENSIONS])
+    if len(view.shape) > limits.MAX_DIMENSIONS or not items or (last + 1) * item_bytes > shard.nbytes:
+        raise FormatError(f"a view of {shard.name!r} reaches outside of it")
+    if items * item_bytes > max_view_bytes(shard.nbytes):
+        raise FormatError(f"a view of {shard.name!r} repeats its {shard.nbytes} bytes up to {items * item_bytes}")
 
 
 def _check_sharded(node: ShardedNode) -> None:
     if node.dtype not in ITEM_BYTES:
         raise FormatError(f"tensor {node.tensor!r} has an unknown dtype {node.dtype!r}")
     check_box(node.shape, (0,) * len(node.shape), node.shape, node.tensor)
+    if math.prod(max(size, 1) for size in node.shape) * ITEM_BYTES[node.dtype] >= 1 << 63:
+        raise FormatError(f"tensor {node.tensor!r} has an impossible shape {node.shape}")
     for box in node.boxes:
         check_box(node.shape, box.offset, box.shape, node.tensor)
 

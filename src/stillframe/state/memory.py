@@ -4,7 +4,8 @@ Memory that several tensors share is written once.
 
 Tensors of the same form at the same address are one.  Stable tensors that overlap are written as the tensor that covers
 the others, or else as the extent of storage that they span; the others become views of it.  Only where that extent is
-mostly gaps (``x[::8]`` beside ``x[::4]``) is each of them written by itself, and the alias is lost.  Volatile tensors
+mostly gaps (``x[::8]`` beside ``x[::4]``) is each of them written by itself, and the alias is lost; so is that of an
+expanded tensor that repeats its memory very often (:func:`stillframe.format.tree.max_view_bytes`).  Volatile tensors
 may be new objects at every save, and a tensor of which other ranks hold boxes is stored as boxes: such tensors are
 aliases only if they are exactly alike.
 """
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from stillframe.format.tree import View
+from stillframe.format.tree import View, max_view_bytes
 from stillframe.state.dtypes import DTYPE_NAMES
 from stillframe.state.forms import Forms
 
@@ -162,11 +163,17 @@ class _Aliases:
             for members in forms.values():
                 yield Extent(self._tensors[members[0]], members[0], tuple((index, None) for index in members))
             return
+        limit = max_view_bytes(cover.nbytes)
+        for members in forms.values():
+            if self._forms.nbytes[members[0]] > limit:  # it repeats the same few bytes very often
+                yield Extent(self._tensors[members[0]], members[0], tuple((index, None) for index in members))
+                group = [index for index in group if index not in members]
         index_of = {id(self._tensors[index]): index for index in distinct}
         start = cover.data_ptr()
         whole = start, cover.shape, cover.stride(), cover.dtype
         views = ((index, None if self._place(index) == whole else self._view(index, start)) for index in group)
-        yield Extent(cover, index_of.get(id(cover)), tuple(views))
+        if group:
+            yield Extent(cover, index_of.get(id(cover)), tuple(views))
 
     def _cover(self, distinct: list[int]) -> torch.Tensor | None:
         """One tensor that covers all of them: one of their own, or the extent of storage from first to last byte."""

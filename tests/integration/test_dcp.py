@@ -102,7 +102,7 @@ def test_steps_are_numbered_or_named(tmp_path: Path) -> None:
     state = {"n": 0}
     dcp.load(state, storage_reader=Reader(tmp_path, step=40))
     assert state["n"] == 40
-    fails(lambda: dcp.save({"n": 1}, storage_writer=Writer(tmp_path, step=40)), "step 40 is already a checkpoint")
+    fails(lambda: dcp.save({"n": 1}, storage_writer=Writer(tmp_path, step=40)), "step 40 has been saved")
 
 
 def test_retention(tmp_path: Path) -> None:

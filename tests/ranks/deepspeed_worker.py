@@ -8,6 +8,7 @@ import enum
 import functools
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -24,7 +25,9 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
 import stillframe  # noqa: E402
+from stillframe import spi  # noqa: E402
 from stillframe.integrations import deepspeed as ours  # noqa: E402
+from stillframe.integrations.open_roots import close_root  # noqa: E402
 from tests import layout  # noqa: E402
 from tests.ranks.saying import say  # noqa: E402
 from tests.support import assert_same  # noqa: E402
@@ -221,8 +224,23 @@ def choices(root: Path) -> None:
     if dist.get_rank() == 0:
         weights = torch.load(where / "weights.bin", weights_only=True)
         assert weights["first.weight"].dtype == torch.bfloat16
-    fails(lambda: engine.save_checkpoint(str(where), "first"), "ExistsError", "'first'", "choose another")
     fails(lambda: engine.save_checkpoint(str(where), "a/b"), "ConfigError", "a/b")
+    (where / "theirs").mkdir(exist_ok=True)
+    fails(lambda: engine.save_checkpoint(str(where), "theirs"), "ExistsError", "theirs", "choose another")
+
+    # A tag that is saved again is the later save's; another engine of this process waits for it.
+    before = alias(where / "first")
+    update(engine, 2)
+    engine.save_checkpoint(str(where), "first")
+    engine.save_checkpoint(str(where), "first")
+    expected = state_of(engine)
+    other = build(config(2, "bf16"), seed=5)
+    path, _ = other.load_checkpoint(str(where))
+    assert path is not None
+    assert "first" in path
+    assert_same(state_of(other), expected)
+    assert alias(where / "first").step == stillframe.Catalog(where).steps()[-1] > before.step
+    other.destroy()
     engine.destroy()
     engine = build(config(1, "bf16", datastates_ckpt={"keep_last": 2}))
     for step in range(4):
@@ -230,11 +248,55 @@ def choices(root: Path) -> None:
         engine.save_checkpoint(str(root / "few"))
     engine.destroy()
     engine.checkpoint_engine.cleanup()
+    dist.barrier()  # rank 0's keeper shows and removes tags, and only rank 0 waits for that
     tags = sorted(path.parent.name for path in (root / "few").glob("*/mp_rank_00_model_states.pt"))
     assert tags == ["global_step3", "global_step4"], tags
     for wrong in ({"host_cache_size": -1}, {"keep_last": True}, {"host_cache": 1}, {"allow_pickle": "yes"}):
         settings = config(1, "bf16", datastates_ckpt=wrong)
         fails(functools.partial(build, settings), "datastates_ckpt", "give")
+
+
+def alias(tag: Path) -> Any:
+    """The save that a tag stands for; every file of it says the same."""
+    aliases = [spi.read_alias(path.read_bytes()) for path in tag.glob("*.pt")]
+    found = {each[0] for each in aliases if each is not None}
+    assert len(found) == 1, aliases
+    return found.pop()
+
+
+def rewound(root: Path) -> None:
+    """A tag means exactly one save, also when another save of its step is on the branch."""
+    where = root / "rewound"
+    engine = build(config(1, "bf16"))
+    states = {}
+    for step in range(1, 4):
+        update(engine, step)
+        states[step] = state_of(engine)
+        engine.save_checkpoint(str(where))
+    engine.destroy()
+    close_root(str(where))
+    dist.barrier()
+    old = alias(where / "global_step3")
+    with stillframe.Checkpointer(where) as checkpointer:
+        checkpointer.rewind(2)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.copytree(where / "global_step3", where / "kept")
+    dist.barrier()
+    engine = build(config(1, "bf16"), seed=3)
+    path, _ = engine.load_checkpoint(str(where))
+    assert path is not None
+    assert "global_step2" in path
+    assert_same(state_of(engine), states[2])
+    update(engine, 9)
+    again = state_of(engine)
+    engine.save_checkpoint(str(where))
+    engine.load_checkpoint(str(where), "global_step3")
+    assert_same(state_of(engine), again)
+    assert alias(where / "global_step3").epoch > old.epoch
+    engine.load_checkpoint(str(where), "kept")
+    assert_same(state_of(engine), states[3])
+    engine.destroy()
 
 
 def strangers(root: Path) -> None:
@@ -333,6 +395,7 @@ def broken(root: Path) -> None:
     engine.save_checkpoint(str(where), "tag5")
     engine.save_checkpoint(str(where), "tag6")
     engine.destroy()
+    dist.barrier()
     assert (where / "latest").read_text() == "tag6"
     assert (where / "tag5").is_dir()
 

@@ -31,6 +31,13 @@ def test_other_numbers_of_ranks_load_it(written: Path, ranks: int) -> None:
     run_ranks(ranks, "dcp_worker.py", written, "read")
 
 
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("cases", [("overlap", "cached", "two_roots"), ("failure", "failure_in_threads", "alone")])
+def test_no_save_is_torn_and_the_next_one_works_at_once(tmp_path: Path, cases: tuple[str, ...]) -> None:
+    """Whatever overlaps, fails on one rank, comes from DCP's cache of plans, or is one rank's alone."""
+    run_ranks(2, "ticket_worker.py", tmp_path, *cases)
+
+
 def test_a_killed_run_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
     with Launch(2, "dcp_worker.py", tmp_path, "train", "5") as launch:
         output = launch.wait()

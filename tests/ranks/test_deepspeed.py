@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.ranks.launch import Launch, run_ranks
 
 
@@ -12,13 +14,14 @@ def test_every_stage_saves_what_was_there_and_trains_on_the_same(tmp_path: Path)
 
 
 def test_objects_tags_strangers_and_exports(tmp_path: Path) -> None:
-    run_ranks(2, "deepspeed_worker.py", tmp_path, "objects", "choices", "strangers", "exported", "broken")
+    run_ranks(2, "deepspeed_worker.py", tmp_path, "objects", "choices", "rewound", "strangers", "exported", "broken")
 
 
 def test_experts_and_pipelines(tmp_path: Path) -> None:
     run_ranks(2, "deepspeed_worker.py", tmp_path, "moe", "pipeline")
 
 
+@pytest.mark.timeout(300)
 def test_a_killed_run_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
     with Launch(2, "deepspeed_worker.py", tmp_path, "calm", "hit") as launch:
         output = launch.wait()

@@ -10,11 +10,14 @@ import threading
 from concurrent.futures import Future
 from typing import Any
 
-from stillframe import Save
+from stillframe import Save, spi
 from stillframe.errors import ConfigError, StateError
-from stillframe.integrations.open_roots import OpenRoot, open_root, seat
+from stillframe.integrations.open_roots import fence, live_state
 
 _thread = threading.local()
+_gate: spi.UpdateGate | None = None
+_under_way: set[threading.Event] = set()
+"""An event for each lazy save, set at its end."""
 
 
 class Stager:
@@ -38,15 +41,23 @@ class Stager:
         return False
 
     def stage(self, state_dict: dict[str, Any]) -> Future[dict[str, Any]]:
-        root = open_root(self._writer.path, *seat(), keep=self._writer.keep)
-        root.checkpointer.fence()  # the copies of the state before have been copied away
-        return Staging(root, LiveDict(root.live.state(state_dict)), self._writer.step)
+        gate = _update_gate()
+        gate.wait()
+        fence()  # the copies of the state before have been copied away
+        return Staging(gate, LiveDict(live_state(self._writer.path).state(state_dict)), self._writer.step)
 
     def synchronize_staging(self) -> None:
         """Nothing to do: the fence synchronizes."""
 
     def close(self) -> None:
         """Nothing to do: the copies belong to the open root."""
+
+
+def _update_gate() -> spi.UpdateGate:
+    global _gate
+    if _gate is None or not _gate.is_ours:
+        _gate = spi.UpdateGate(fence)
+    return _gate
 
 
 class LiveDict(dict[str, Any]):
@@ -78,16 +89,15 @@ class Staging(Future[dict[str, Any]]):
     the end of this object.  Either calls :meth:`ended`; else the next update would wait forever.
     """
 
-    def __init__(self, root: OpenRoot, live: LiveDict, step: int | None) -> None:
+    def __init__(self, gate: spi.UpdateGate, live: LiveDict, step: int | None) -> None:
         super().__init__()
-        self.step = root.take_step(step)  # here, on the training thread, all ranks count alike
-        self._root = root
+        self.step = step
         self._live = live
         self._copy = _Copy.AWAITED
-        self._before = list(root.lazy)
+        self._before = list(_under_way)
         self._ended = threading.Event()
-        root.lazy.add(self._ended)
-        self._release = root.checkpointer.hold(
+        _under_way.add(self._ended)
+        self._release = gate.hold(
             "dcp.async_save is still planning; if it shares a process group with training, both may hang: give it one "
             "of its own, process_group=dist.new_group(backend='gloo')"
         )
@@ -106,23 +116,18 @@ class Staging(Future[dict[str, Any]]):
         """Always False: DCP would take True for success.  It learns the outcome from a callback."""
         return False
 
-    def is_of(self, root: OpenRoot) -> bool:
-        return root is self._root
-
     @property
     def is_over(self) -> bool:
         return self._copy is not _Copy.AWAITED
 
-    def requested(self, save: Save, root: OpenRoot) -> None:
+    def requested(self, save: Save) -> None:
         """The writer has requested the save.  Blocks until it is staged; raises if it will not be."""
-        if self.is_of(root):
-            self._release()  # from here on its fence knows of the save itself
+        self._release()  # from here on the fence of its root knows of the save
         try:
             save.wait("staged")
         except BaseException as error:
             self.failed(error)
             raise
-        self._release()
         self._copy = _Copy.DONE
         self.set_result({})
 
@@ -135,7 +140,7 @@ class Staging(Future[dict[str, Any]]):
     def ended(self) -> None:
         """The thread of DCP is over.  May be called again."""
         self.failed(StateError("it ended before anything was copied; upload_completion says why"))
-        self._root.lazy.discard(self._ended)
+        _under_way.discard(self._ended)
         self._ended.set()
 
     def __del__(self) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import io
-import threading
 from typing import Any
 
 import torch
@@ -16,10 +15,8 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from stillframe import ELSEWHERE, TensorBox
 from stillframe.errors import ConfigError, UnsupportedStateError
 from stillframe.integrations.dcp.place import Opaque, PathLike, Place
-from stillframe.integrations.dcp.stager import take_staging
-from stillframe.integrations.open_roots import close_root, open_root, seat
-
-_thread = threading.local()
+from stillframe.integrations.dcp.round import Carried, begin_round, end_round, this_round
+from stillframe.integrations.open_roots import admit, close_root, seat
 
 
 class Writer(Place, StorageWriter):
@@ -29,7 +26,8 @@ class Writer(Place, StorageWriter):
     could hold is refused, with its path.  All ranks save together, or each alone (``no_dist=True``).  ``keep``:
     retention, such as ``KeepLast(3)``.
 
-    Ranks count the steps each for itself: saves of DCP's own stagers that overlap need a ``step``.
+    The coordinator numbers the saves, so they may overlap (each in a process group of its own, as DCP asks), and one
+    that fails on some rank leaves no trace in the next.
     """
 
     def __init__(self, path: PathLike, *, step: int | None = None, keep: Any = None) -> None:
@@ -38,49 +36,66 @@ class Writer(Place, StorageWriter):
 
     def close(self) -> None:
         """Let go of the root, which stays open between saves; may be called again."""
+        end_round()
         close_root(self.path)
 
     def storage_meta(self) -> StorageMeta:
         return StorageMeta(checkpoint_id=self.path)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        begin_round()
         if not kwargs.get("use_collectives", True):
             raise ConfigError("use_collectives=False: a stillframe checkpoint is one of all ranks; leave it out")
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """On the coordinator: every rank's plan takes its admission along."""
         _, world_size = seat()
         if len(plans) not in (1, world_size):
             raise ConfigError(
                 f"process_group: {len(plans)} of {world_size} ranks; save with a group of all ranks, or no_dist=True"
             )
-        # Kept by plan caching, and still right then: who this rank is does not change.
-        return [dataclasses.replace(plan, storage_data=(rank, len(plans))) for rank, plan in enumerate(plans)]
+        found = this_round()
+        step = found.staging.step if found.staging is not None else self.step
+        admissions = admit(self.path, len(plans), step=step, keep=self.keep)
+        found.admission = admissions[0]
+        return [
+            dataclasses.replace(plan, storage_data=Carried(admission))
+            for plan, admission in zip(plans, admissions, strict=True)
+        ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
-        staging = take_staging()
+        found = this_round()
         try:
-            rank, world_size = plan.storage_data
-            root = open_root(self.path, rank, world_size, keep=self.keep)
-            step = staging.step if staging is not None and staging.is_of(root) else root.take_step(self.step)
-            save = root.save(step, _state(plan, planner))
+            root = found.enter(self.path, self.keep)
+            assert found.admission is not None
+            state = _state(plan, planner, has_gaps=found.admission.world_size > 1)
+            found.save = root.save(found.admission.ticket, state)
         except BaseException as error:
-            if staging is not None:
-                staging.failed(error)
+            if found.staging is not None:
+                found.staging.failed(error)
+            found.give_up(error)
             raise
-        if staging is not None:
-            staging.requested(save, root)
-        save.wait("sealed")
-        _thread.save = save  # finish() comes on the same thread, and other saves may on others
+        if found.staging is not None:
+            found.staging.requested(found.save)
+        found.save.wait("sealed")
+        if found.admission.rank != 0:
+            found.over()  # the coordinator alone is called again
         written: torch.futures.Future[list[WriteResult]] = torch.futures.Future()
         written.set_result([WriteResult(item.index, item.tensor_storage_size() or 0, None) for item in plan.items])
         return written
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        _thread.save.wait("committed")
+        found = this_round()
+        assert found.save is not None
+        found.save.wait("committed")
+        found.over()
 
 
-def _state(plan: SavePlan, planner: SavePlanner) -> dict[str, Any]:
-    """What this rank writes, nested as it was before DCP flattened it."""
+def _state(plan: SavePlan, planner: SavePlanner, has_gaps: bool) -> dict[str, Any]:
+    """What this rank writes, nested as it was before DCP flattened it.
+
+    ``has_gaps``: other ranks may have items of the same lists.
+    """
     flat: dict[str, Any] = {}
     for item in plan.items:
         name = item.index.fqn
@@ -88,7 +103,6 @@ def _state(plan: SavePlan, planner: SavePlanner) -> dict[str, Any]:
             raise UnsupportedStateError(f"{name!r} has several boxes on one rank: give it as a DTensor")
         flat[name] = _bytes(item, planner) if item.type is WriteItemType.BYTE_IO else _tensor(item, planner)
     paths = plan.planner_data if isinstance(plan.planner_data, dict) else {}
-    _, world_size = plan.storage_data
     nest = _Nest()
     for name, value in flat.items():
         at = nest
@@ -96,14 +110,13 @@ def _state(plan: SavePlan, planner: SavePlanner) -> dict[str, Any]:
         for key in above:
             at = at.setdefault(key, _Nest())
         at[last] = value
-    return dict(nest.unfolded(has_gaps=world_size > 1))
+    return dict(nest.unfolded(has_gaps))
 
 
 class _Nest(dict[Any, Any]):
     """A dict or list being rebuilt.  Only a list has integer keys: DCP turns all keys of dicts into text."""
 
     def unfolded(self, has_gaps: bool) -> Any:
-        """``has_gaps``: other ranks may have items of the same lists."""
         items = {key: value.unfolded(has_gaps) if isinstance(value, _Nest) else value for key, value in self.items()}
         if not items or not all(isinstance(key, int) for key in items):
             return items

@@ -1,18 +1,20 @@
-"""The files of a tag that DeepSpeed looks for: each says in which step, and of which rank, its content is stored.
+"""The files of a tag that DeepSpeed looks for: each says in which save, and of which rank, its content is stored.
 
-A file begins with a pickle that raises, with advice, if somebody reads it with ``torch.load``.
+A file begins with a pickle that raises, with advice, if somebody reads it with ``torch.load``; its last line is the
+alias that a label's file ends with.
 """
 
 from __future__ import annotations
 
-import json
 import pickle
 from typing import Any
 
+from stillframe import spi
 from stillframe.errors import FormatError, NotFoundError, StorageError
 from stillframe.store import files
 
 _MAX_BYTES = 4096
+_MARK = b"only_through_stillframe"
 
 
 class _Advice:
@@ -29,25 +31,21 @@ def only_through_stillframe() -> None:
     )
 
 
-def pointer(step: int, rank: int) -> bytes:
-    where = json.dumps({"stillframe": 1, "step": step, "rank": rank})
-    return pickle.dumps(_Advice()) + b"\n" + where.encode()
+CONTENT = pickle.dumps(_Advice())
 
 
-def follow(path: str) -> tuple[int, int]:
-    """Step and rank of a file.  Raises: :class:`NotFoundError`; :class:`FormatError`."""
+def follow(path: str) -> tuple[Any, int]:
+    """Which save, and which rank of it, a file stands for.  Raises: :class:`NotFoundError`; :class:`FormatError`."""
     try:
         data = files.read_file(path, _MAX_BYTES)
     except StorageError as error:
         raise NotFoundError(f"{error}; is a rank's file missing?") from error
-    try:
-        where = json.loads(data.rpartition(b"\n")[2])
-        return int(where["step"]), int(where["rank"])
-    except (ValueError, TypeError, LookupError):
-        is_ours = b"only_through_stillframe" in data
+    found = spi.read_alias(data)
+    if found is None or _MARK not in data:
         raise FormatError(
             f"{path} is damaged"
-            if is_ours
+            if _MARK in data
             else f"{path} was not written by stillframe; if it is DeepSpeed's own, load it once without "
             '"datastates_ckpt" in the config, and save it with it'
-        ) from None
+        )
+    return found

@@ -1,0 +1,225 @@
+"""Ranks whose saves through torch.distributed.checkpoint overlap, fail, or are some rank's alone.
+
+``ticket_worker.py ROOT CASE…``; each case checks that nothing is torn, and that the next save works at once.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import stillframe
+from stillframe.integrations.dcp import Stager, Writer
+
+warnings.simplefilter("ignore")
+dcp: Any = importlib.import_module("torch.distributed.checkpoint")
+AT_ONCE_S = 60.0
+"""Far below the deadline of 600 s; the machine may be busy."""
+
+
+def state(number: float) -> dict[str, Any]:
+    """Every item of it tells which save it belongs to, on whatever rank it lies."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return {"w": distribute_tensor(torch.full((4,), float(number)), mesh, [Shard(0)]), "n": number}
+
+
+def save(root: Path, number: float, *, step: int | None = None, planner: Any = None, **more: Any) -> None:
+    began = time.monotonic()
+    try:
+        dcp.save(state(number), storage_writer=Writer(root, step=step), planner=planner, **more)
+    finally:
+        assert time.monotonic() - began < AT_ONCE_S
+
+
+def expect(root: Path, wanted: dict[int, float] | set[float]) -> None:
+    """Nothing else is there, and nothing of it is torn."""
+    dist.barrier()
+    found = {}
+    for step in stillframe.Catalog(root).steps():
+        loaded = stillframe.load(root, step)
+        assert loaded["w"].tolist() == [loaded["n"]] * 4, (step, loaded)
+        found[step] = loaded["n"]
+    if isinstance(wanted, set):
+        assert sorted(found.values()) == sorted(wanted), found
+    else:
+        assert found == wanted, found
+    dist.barrier()
+
+
+def refused(work: Callable[[], None], *words: str) -> None:
+    """On every rank."""
+    try:
+        work()
+    except dcp.CheckpointException as error:
+        for word in words:
+            assert word in str(error), error  # noqa: PT017
+    else:
+        raise AssertionError("it was saved")
+
+
+class Late(dcp.DefaultSavePlanner):  # type: ignore[misc]
+    """One rank is late with what comes between DCP's plan and the writer."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self._rank = rank
+
+    def finish_plan(self, plan: Any) -> Any:
+        time.sleep(1.0 * (dist.get_rank() == self._rank))
+        return super().finish_plan(plan)
+
+
+class Fails(dcp.DefaultSavePlanner):  # type: ignore[misc]
+    """Some ranks fail there, or when the writer asks for the data."""
+
+    def __init__(self, where: str, ranks: tuple[int, ...], **options: Any) -> None:
+        super().__init__(**options)
+        self._fails_in = where if dist.get_rank() in ranks else ""
+
+    def finish_plan(self, plan: Any) -> Any:
+        if self._fails_in == "finish_plan":
+            raise RuntimeError("on purpose")
+        return super().finish_plan(plan)
+
+    def lookup_object(self, index: Any) -> Any:
+        if self._fails_in == "write_data":
+            raise RuntimeError("on purpose")
+        return super().lookup_object(index)
+
+
+def overlap(root: Path) -> None:
+    """Rank 0 is late with the first save, rank 1 with the second: each rank writes them in another order."""
+    groups = [dist.new_group() for _ in range(3)]
+    saving = [
+        dcp.async_save(state(n), storage_writer=Writer(root), process_group=groups[n], planner=Late(rank=n))
+        for n in (0, 1)
+    ]
+    for each in saving:
+        each.result()
+    expect(root, {0.0, 1.0})
+    for first in range(2, 11, 3):  # without any delay but chance
+        saving = [
+            dcp.async_save(state(n), storage_writer=Writer(root), process_group=groups[n - first])
+            for n in range(first, first + 3)
+        ]
+        for each in saving:
+            each.result()
+    expect(root, {float(n) for n in range(11)})
+
+
+def failure(root: Path) -> None:
+    """One rank fails after DCP's plan: DCP tells every rank; nothing is stored, and nobody waits."""
+    for ranks in ((1,), (0,), (0, 1)):
+        for where in ("finish_plan", "write_data"):
+            place = root / f"{where}-{ranks}"
+            refused(lambda: save(place, 1, planner=Fails(where, ranks)), "on purpose")  # noqa: B023
+            save(place, 2)  # the first of all has failed
+            refused(lambda: save(place, 3, step=50, planner=Fails(where, ranks)), "on purpose")  # noqa: B023
+            save(place, 4, step=50)
+            save(place, 5)
+            expect(place, {2, 4, 5})
+            assert stillframe.Catalog(place).steps()[-2:] == [50, 51]
+            place = root / f"{where}-{ranks}-closed"
+            refused(lambda: save(place, 1, planner=Fails(where, ranks)), "on purpose")  # noqa: B023
+            began = time.monotonic()
+            Writer(place).close()
+            assert time.monotonic() - began < AT_ONCE_S
+            save(place, 2)
+            expect(place, {2})
+
+
+def failure_in_threads(root: Path) -> None:
+    group = dist.new_group()
+    for n in range(4):
+        planner = Fails("finish_plan", (1,)) if n % 2 == 0 else None
+        saving = dcp.async_save(state(n), storage_writer=Writer(root), process_group=group, planner=planner)
+        assert (saving.exception(AT_ONCE_S) is not None) == (n % 2 == 0)
+    expect(root, {1, 3})
+
+
+def cached(root: Path) -> None:
+    """Plans from DCP's cache hold what an earlier save put into them."""
+
+    class Cached(dcp.DefaultSavePlanner):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__(enable_plan_caching=True)
+
+    for n in range(3):
+        save(root / "a", n, planner=Cached())
+        save(root / "b", n + 0.5, planner=Cached())
+    group = dist.new_group()
+    for n in range(3, 6):
+        dcp.async_save(state(n), storage_writer=Writer(root / "a"), process_group=group, planner=Cached()).result()
+    writer = Writer(root / "a")
+    for n in range(6, 8):
+        lazy = dcp.async_save(
+            state(n), storage_writer=writer, process_group=group, planner=Cached(), async_stager=Stager(writer)
+        )
+        lazy.upload_completion.result()
+    refused(lambda: save(root / "a", 9, planner=FailsCached("write_data", (1,))), "on purpose")
+    save(root / "a", 8, planner=Cached())
+    expect(root / "a", {float(n) for n in range(9)})
+    expect(root / "b", {0.5, 1.5, 2.5})
+
+
+class FailsCached(Fails):
+    def __init__(self, where: str, ranks: tuple[int, ...]) -> None:
+        super().__init__(where, ranks, enable_plan_caching=True)
+
+
+def alone(root: Path) -> None:
+    """What a rank saves by itself, in between, is nobody else's business."""
+    save(root / "run", 1)
+    for place in (root / "best", root / "run"):
+        if dist.get_rank() == 0:
+            dcp.save({"w": torch.full((4,), 9.0), "n": 9}, storage_writer=Writer(place), no_dist=True)
+        dist.barrier()
+        save(root / "run", 2)
+    expect(root / "best", {0: 9})
+    expect(root / "run", {0: 1, 1: 2, 2: 9, 3: 2})
+    own = root / f"lazy-{dist.get_rank()}"
+    writer = Writer(own)
+    mine = {"w": torch.full((4,), 1.0), "n": 1}
+    lazy = dcp.async_save(mine, storage_writer=writer, async_stager=Stager(writer), no_dist=True)
+    lazy.upload_completion.result(AT_ONCE_S)
+    assert stillframe.load(own)["n"] == 1
+    save(root / "run", 3)
+    expect(root / "run", {0: 1, 1: 2, 2: 9, 3: 2, 4: 3})
+
+
+def two_roots(root: Path) -> None:
+    """Saves to two roots at once: neither closes the other's."""
+    groups = [dist.new_group() for _ in range(2)]
+    for n in range(3):
+        saving = [
+            dcp.async_save(state(n), storage_writer=Writer(root / name), process_group=group, planner=Late(rank=n % 2))
+            for name, group in zip(("model", "ema"), groups, strict=True)
+        ]
+        for each in saving:
+            each.result(AT_ONCE_S)
+    for name in ("model", "ema"):
+        expect(root / name, {0: 0, 1: 1, 2: 2})
+    refused(lambda: save(root / f"of rank {dist.get_rank()}", 1), "the ranks differ")
+    save(root / "model", 4)
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    for case in sys.argv[2:]:
+        globals()[case](Path(sys.argv[1], case))
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

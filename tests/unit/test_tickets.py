@@ -1,0 +1,130 @@
+"""Tickets: one rank issues the identity of a save; on every rank it stands for that save, once."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from stillframe import Catalog, Checkpointer, ConfigError, ExistsError, UnsupportedStateError, spi
+from stillframe.model import SaveId
+from stillframe.save.saves import Save, Saves
+from stillframe.save.steps import TakenSteps
+from stillframe.spi import Ticket
+
+
+def steps(root: Path) -> TakenSteps:
+    return TakenSteps(Catalog(root))
+
+
+def ended(saves: Saves, ticket: Ticket, is_committed: bool) -> Save:
+    save = saves.begin(ticket.step, ticket.attempt, 0, 0.0)
+    if is_committed:
+        saves.committed(save.number, 0.0)
+    else:
+        saves.fail(save.number, ConfigError("on purpose"))
+    return save
+
+
+def test_tickets_are_numbered_one_after_the_other(tmp_path: Path) -> None:
+    issuing = steps(tmp_path)
+    assert [issuing.issue(None) for _ in range(3)] == [Ticket(0), Ticket(1), Ticket(2)]
+    assert issuing.issue(None, least=10) == Ticket(10)
+    assert issuing.issue(20) == Ticket(20)
+    assert issuing.issue(5) == Ticket(5)
+    assert issuing.issue(None) == Ticket(21)
+    issuing.enter(SaveId(40))
+    assert issuing.issue(None) == Ticket(41)
+    with pytest.raises(ExistsError, match="comes before step 40"):
+        issuing.issue(39)
+
+
+def test_no_two_threads_are_given_the_same(tmp_path: Path) -> None:
+    issuing = steps(tmp_path)
+    found: list[Ticket] = []
+    threads = [threading.Thread(target=lambda: found.extend(issuing.issue(None) for _ in range(200))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(set(found)) == 800
+
+
+@pytest.mark.parametrize("is_issuer", [True, False])
+def test_a_ticket_is_used_once(tmp_path: Path, is_issuer: bool) -> None:
+    issuing = steps(tmp_path)
+    ticket = issuing.issue(7)
+    with pytest.raises(ExistsError, match="being saved"):
+        issuing.issue(7)
+    with pytest.raises(ExistsError, match="being saved"):
+        issuing.begin(7)
+    using = issuing if is_issuer else steps(tmp_path)
+    using.redeem(ticket)
+    for is_committed in (None, False, True):
+        if is_committed is not None:
+            using.ended(ended(Saves("warn"), ticket, is_committed))
+        with pytest.raises(ExistsError, match="used already"):
+            using.redeem(ticket)
+        if is_committed is False:
+            ticket = Ticket(7, 2)
+            if is_issuer:
+                assert issuing.issue(7) == ticket
+            using.redeem(ticket)
+
+
+def test_an_attempt_that_was_given_up_does_not_count_any_more(tmp_path: Path) -> None:
+    """Rank 0 knows that the first has failed; the other rank is not told until later, or never."""
+    issuing, other = steps(tmp_path), steps(tmp_path)
+    first = issuing.issue(7)
+    issuing.redeem(first)
+    other.redeem(first)
+    assert issuing.withdraw(first), "it had begun"
+    second = issuing.issue(7)
+    assert second == Ticket(7, 2)
+    for each in (issuing, other):
+        each.redeem(second)
+        each.ended(ended(Saves("warn"), first, is_committed=False))  # the news comes late
+        with pytest.raises(ExistsError, match="being saved"):
+            each.begin(7)
+        each.ended(ended(Saves("warn"), second, is_committed=True))
+        with pytest.raises(ExistsError, match="has been saved"):
+            each.begin(7)
+        with pytest.raises(ExistsError, match="used already"):
+            each.redeem(first)
+    third = issuing.issue(None)
+    assert not issuing.withdraw(third), "nothing had begun"
+    assert issuing.issue(third.step) == Ticket(third.step, 2)
+
+
+def test_a_ticket_travels(tmp_path: Path) -> None:
+    ticket = Ticket(12, 3)
+    assert pickle.loads(pickle.dumps(ticket)) == ticket
+    assert msgspec.json.decode(msgspec.json.encode(ticket), type=Ticket) == ticket
+
+
+def test_a_save_has_the_identity_of_its_ticket(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(41, {"n": 0})
+        first = spi.issue(checkpointer)
+        assert first == Ticket(42)
+        spi.save(checkpointer, {"n": 1}, first, metadata={"loss": 0.5}).wait()
+        with pytest.raises(ExistsError, match="used already"):
+            spi.save(checkpointer, {"n": 2}, first)
+        second = spi.issue(checkpointer, 50)
+        with pytest.raises(UnsupportedStateError):
+            spi.save(checkpointer, {"n": object()}, second)
+        again = spi.issue(checkpointer, 50)
+        assert again == Ticket(50, 2)
+        spi.save(checkpointer, {"n": 3}, again).wait()
+        with pytest.raises(ConfigError, match="step must be"):
+            spi.issue(checkpointer, -1)
+        assert checkpointer.save(51, {"n": 4}).attempt == 1
+    catalog = Catalog(tmp_path)
+    assert catalog.steps() == [41, 42, 50, 51]
+    assert catalog.find(50).attempt == 2
+    with catalog.open(42) as found:
+        assert found.manifest.metadata == {"loss": 0.5}
+        assert found.of(0).seal.updates is None

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests import layout
 from tests.cli.roots import make_root
 from tests.ranks.launch import run_ranks
 
@@ -37,6 +38,16 @@ def split(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of two ranks that did not share it."""
     root = tmp_path_factory.mktemp("cli") / "split"
     run_ranks(2, "cli_worker.py", root, "split")
+    return root
+
+
+@pytest.fixture(scope="session")
+def half(split: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the node of rank 1 holds of it."""
+    root = Path(shutil.copytree(split, tmp_path_factory.mktemp("cli") / "half"))
+    for step in (1, 2):
+        layout.segment(root, step, 0).unlink()
+        layout.seal(root, step, 0).unlink()
     return root
 
 

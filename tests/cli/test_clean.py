@@ -93,7 +93,7 @@ def test_leftovers_of_a_killed_run_go(copy: Path) -> None:
     assert "spare" in text
     stillframe("prune", copy, "--leftovers", "--dry-run")
     assert layout.has_step(copy, 50)
-    assert "removed step 50" in stillframe("prune", copy, "--leftovers")
+    assert "removed what was left of step 50" in stillframe("prune", copy, "--leftovers")
     assert not layout.has_step(copy, 50)
     assert not layout.spare(copy).exists()
     assert Catalog(copy).steps() == [10, 20, 30]
@@ -123,7 +123,7 @@ def test_doctor_finds_what_is_missing(sharded_copy: Path) -> None:
     assert "→" in text
 
 
-def test_doctor_finds_a_withdrawn_checkpoint(copy: Path) -> None:
+def test_doctor_finds_a_quarantined_checkpoint(copy: Path) -> None:
     layout.set_aside(copy, 10)
     findings = answer("doctor", copy, code=4)["findings"]
     assert [each["level"] for each in findings if "step 10" in each["what"]] == ["damage"]

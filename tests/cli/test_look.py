@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from tests.support import assert_same
 
 def test_list_shows_every_step_and_marks_the_newest(single: Path) -> None:
     lines = stillframe("list", single).splitlines()
-    assert lines[0].split() == ["step", "state", "when", "size", "ranks", "staged", "sealed", "committed"]
+    assert lines[0].split() == ["step", "state", "when", "size", "ranks"]
     assert [line.split()[0] for line in lines[1:]] == ["10", "20", "*"]
     assert all("committed" in line for line in lines[1:])
 
@@ -37,7 +38,9 @@ def test_list_says_the_same_in_json(single: Path) -> None:
     for each in found["steps"]:
         assert each["bytes"] == sum((single / name).stat().st_size for name in layout.files_of(single, each["step"]))
         assert each["state"] == "committed"
-        assert 0 <= each["stage_s"] <= each["seal_s"] <= each["commit_s"] < 60
+        assert each["save"] == {"step": each["step"], "epoch": 1, "attempt": 1}
+        assert (each["parent"], each["metadata"], each["is_on_branch"]) == (None, {}, True)
+        assert abs(each["saved_unix_s"] - time.time()) < 3600
 
 
 def test_list_imports_no_torch_and_no_other_command(single: Path) -> None:
@@ -52,21 +55,27 @@ def test_list_of_two_ranks(sharded: Path) -> None:
     assert (found["step"], found["world_size"], found["ranks"]) == (2, 2, [0, 1])
 
 
-def test_list_of_a_root_that_the_ranks_do_not_share(split: Path) -> None:
+def test_list_of_a_root_that_the_ranks_do_not_share(split: Path, half: Path) -> None:
     found = answer("list", split)["steps"][-1]
     assert (found["state"], found["ranks"], found["world_size"]) == ("committed", [0, 1], 2)
+    found = answer("list", half)["steps"][-1]
+    assert (found["state"], found["ranks"], found["world_size"]) == ("committed", [1], 2)
+    assert "1 of 2" in stillframe("list", half)
 
 
 def test_list_tells_the_states_apart(copy: Path) -> None:
     layout.set_aside(copy, 10)
     layout.uncommit(copy, 20)
     segment(copy, 30).unlink()
-    found = {each["step"]: each for each in answer("list", copy)["steps"]}
-    assert [found[step]["state"] for step in STEPS] == ["damaged", "incomplete", "damaged"]
+    found = {each["step"]: each for each in answer("list", copy, "--all")["steps"]}
+    assert [found[step]["state"] for step in STEPS] == ["quarantined", "incomplete", "damaged"]
     assert "missing" in found[30]["reason"]
-    text = stillframe("list", copy)
+    text = stillframe("list", copy, "--all")
     assert "incomplete" in text
     assert "is missing" in text
+    shown = answer("list", copy)
+    assert ([each["step"] for each in shown["steps"]], shown["hidden"], shown["latest"]) == ([30], 2, None)
+    assert "see --all" in stillframe("list", copy)
 
 
 def test_list_shows_a_save_in_progress_and_who_writes(copy: Path) -> None:
@@ -235,17 +244,19 @@ def test_a_glob_that_matches_nothing_says_what_there_is(single: Path) -> None:
     assert "model/embed.weight" in stillframe("show", single, "--tensor", "nothing*", code=3)
 
 
-def test_show_of_a_split_root_takes_one_rank(split: Path) -> None:
-    assert "rank 0 of 2" in stillframe("show", split)
+def test_show_of_a_split_root_shows_the_ranks_that_are_here(split: Path, half: Path) -> None:
+    assert "2 ranks" in stillframe("show", split)
     found = {each["path"]: each for each in answer("show", split, "--rank", 1)["entries"]}
     assert found["mine/rank"]["value"] == 1
     stillframe("show", split, "--rank", 5, code=3)
+    assert "rank 1 of 2" in stillframe("show", half)
+    assert "here is the part of rank 1" in stillframe("show", half, "--rank", 0, code=3)
 
 
 # --- verify ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("which", ["single", "sharded", "split"])
+@pytest.mark.parametrize("which", ["single", "sharded", "split", "half"])
 def test_verify_reads_every_byte(which: str, request: pytest.FixtureRequest) -> None:
     root: Path = request.getfixturevalue(which)
     found = answer("verify", root, "--all")
@@ -409,8 +420,9 @@ def test_what_each_rank_keeps_for_itself_is_compared(sharded: Path) -> None:
     assert {"mine/noise", "mine/noise (rank 1)", "mine/rank", "mine/rank (rank 1)"} <= names
 
 
-def test_boxes_that_lie_elsewhere_cannot_be_compared(split: Path) -> None:
-    assert "did not share" in stillframe("diff", split, 1, 2, code=8)
+def test_boxes_that_lie_elsewhere_cannot_be_compared(split: Path, half: Path) -> None:
+    assert "changed" in stillframe("diff", split, 1, 2, code=10)
+    assert "did not share" in stillframe("diff", half, 1, 2, code=8)
 
 
 def test_a_rank_that_was_not_there(sharded: Path) -> None:

@@ -1,4 +1,4 @@
-"""What lies in a root: each step and its state, the keepers at work, and what nobody will turn into a checkpoint.
+"""What lies in a root: each save and its state, the keepers at work, and what nobody will turn into a checkpoint.
 
 Looks at names, sizes and manifests; never at data, and a manifest that cannot be read is a finding, not an error.
 """
@@ -6,79 +6,104 @@ Looks at names, sizes and manifests; never at data, and a manifest that cannot b
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
-from stillframe.checkpoint.catalog import Catalog, Checkpoint
-from stillframe.checkpoint.lock import Life, Owner, is_held, life_of, owner_of
+from stillframe.checkpoint import epochs
+from stillframe.checkpoint.catalog import Catalog, Checkpoint, View
+from stillframe.checkpoint.lock import Owner, is_held, owner_of
 from stillframe.errors import IntegrityError, NotFoundError, StillframeError, StorageError, VersionError
 from stillframe.format import names
+from stillframe.format.epochs import Aside, Reason
 from stillframe.format.records import Manifest
-from stillframe.model import check_step
+from stillframe.model import SaveId, check_step
 from stillframe.store import files as user_files
 from stillframe.store import infos
 from stillframe.store.protocol import Info, Store
 from stillframe.units import format_ranks
 
-State = Literal["committed", "in progress", "incomplete", "damaged", "newer format", "unreadable"]
+State = Literal[
+    "committed", "abandoned", "superseded", "in progress", "incomplete", "damaged", "quarantined", "removed",
+    "newer format", "unreadable",
+]  # fmt: skip
+"""``abandoned``: a checkpoint off the branch; ``superseded``: the branch has another save of its step; ``removed``: its
+tombstone is all that counts."""
+
+_ASIDE: dict[Reason, str] = {
+    "pruned": "retention has removed it",
+    "removed": "it was removed by hand",
+    "left over": "it was never committed; a later run has removed it",
+    "quarantined": "it was found damaged, and set aside",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class StepFile:
-    """A file of stillframe's in a step's directory."""
+    """A file of stillframe's in the directory of a save."""
 
     name: str
     bytes: int
     rank: int | None
-    attempt: str | None
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One directory of a root."""
+    """One save: a directory of a root."""
 
-    step: int
+    save: SaveId
     state: State
     manifest: Manifest | None
-    """If it could be read; of a root that is not shared, the first rank's."""
+    """If it could be read; in a root that is not shared, what the seals here say."""
     here: tuple[int, ...]
     """The ranks whose part is committed here, or, of one that is not committed, sealed."""
-    bytes: int
-    """Of its files; of a committed one, of those that belong to it."""
     files: tuple[StepFile, ...]
     reason: str = ""
-    """What is wrong with it."""
+    """What is wrong with it, or why it does not count."""
+    is_on_branch: bool = True
+    is_pinned: bool = False
 
     @property
-    def stray_bytes(self) -> int:
-        """Of files of other attempts beside a committed one."""
-        return sum(file.bytes for file in self.files) - self.bytes
+    def step(self) -> int:
+        return self.save.step
 
     @property
-    def rank(self) -> int | None:
-        """As :class:`Catalog` wants it: ``None`` if the manifest commits all ranks."""
-        return self.manifest.rank if self.manifest is not None else None
+    def bytes(self) -> int:
+        return sum(file.bytes for file in self.files)
+
+    @property
+    def is_tombstone(self) -> bool:
+        """It is set aside, and nothing else is left of it."""
+        return self.state == "removed" and all(file.name.startswith("aside") for file in self.files)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Survey:
     root: Path
-    steps: tuple[Step, ...]
+    saves: tuple[Step, ...]
+    """In the order of their steps."""
     owners: dict[int, Owner]
     """The keepers at work here, by rank, as far as locks tell."""
     last_words: dict[int, Owner]
     """What the locks' files say of keepers that are gone."""
     spare_bytes: int
     """Of segments that are kept to be written over."""
+    is_shared: bool
+
+    @cached_property
+    def steps(self) -> tuple[Step, ...]:
+        """What lies on the branch: its checkpoints, whole or not, and what is being saved."""
+        states = ("committed", "in progress", "damaged", "newer format", "unreadable")
+        return tuple(each for each in self.saves if each.is_on_branch and each.state in states)
 
     @property
     def latest(self) -> int | None:
-        return max((each.step for each in self.steps if each.state == "committed"), default=None)
+        return max((each.step for each in self.saves if each.state == "committed"), default=None)
 
     def with_state(self, *states: State) -> list[Step]:
-        return [each for each in self.steps if each.state in states]
+        return [each for each in self.saves if each.state in states]
 
 
 def check_root(root: str | os.PathLike[str]) -> Path:
@@ -90,7 +115,7 @@ def check_root(root: str | os.PathLike[str]) -> Path:
     if kind != "directory":
         raise NotFoundError(f"{path} is a file; give the root: the directory that holds the step-… directories")
     entries = user_files.names_in(path)
-    if any(names.parse_step_dir(name) is not None or names.parse_lock(name) is not None for name in entries):
+    if _has_steps(entries) or (names.RUN in entries and _is_run(path / names.RUN)):
         return path
     if names.parse_step_dir(path.name) is not None:
         raise NotFoundError(f"{path} is one step of a root; give the root: {path.parent}")
@@ -101,33 +126,52 @@ def check_root(root: str | os.PathLike[str]) -> Path:
     raise NotFoundError(f"{path} {what}; give the root that the Checkpointer was made with")
 
 
-def _and_more(entries: list[str]) -> str:
-    return f" and {len(entries) - 1} more" if len(entries) > 1 else ""
+def _has_steps(entries: list[str]) -> bool:
+    return any(names.parse_step_dir(name) is not None for name in entries)
+
+
+def _is_run(path: Path) -> bool:
+    """Whether a run that has saved nothing yet has left this."""
+    if user_files.kind_of(path) != "directory":
+        return False
+    return any(
+        names.parse_lock(name) is not None or names.parse_epoch(name) is not None for name in user_files.names_in(path)
+    )
 
 
 def _is_root(path: Path) -> bool:
     try:
-        return bool(Catalog(path).step_dirs())
+        return user_files.kind_of(path) == "directory" and _has_steps(user_files.names_in(path))
     except StorageError:
         return False
 
 
+def _and_more(entries: list[str]) -> str:
+    return f" and {len(entries) - 1} more" if len(entries) > 1 else ""
+
+
 def survey(root: str | os.PathLike[str], newest: int | None = None) -> Survey:
-    """All steps, or so many of the newest.
+    """All saves, or those of so many of the newest steps of the branch.
 
     Raises: :class:`NotFoundError` if it is no root, :class:`StorageError` if it cannot be listed.
     """
     catalog = Catalog(check_root(root))
     store = catalog.store
-    listed = list(store.list())
-    ranks = sorted(rank for name in listed if (rank := names.parse_lock(name)) is not None)
+    ranks = sorted(rank for name in store.list(names.RUN) if (rank := names.parse_lock(name)) is not None)
     owners = {rank: owner for rank in ranks if (owner := owner_of(store, rank)) is not None}
     held = {rank: owner for rank, owner in owners.items() if is_held(store, rank)}
     gone = {rank: owner for rank, owner in owners.items() if rank not in held}
-    dirs = catalog.step_dirs() if newest is None else catalog.step_dirs()[-newest:]
-    steps = [found for step in dirs if (found := look(catalog, step)) is not None]
-    spares = [_size(store, name) for name in listed if names.parse_spare(name) is not None]
-    return Survey(catalog.root, tuple(steps), held, gone, sum(spares))
+    view = catalog.look()
+    looks = _Looks(catalog, view, {owner.run for owner in held.values()})
+    wanted = view.saves
+    if newest is not None:
+        wanted = tuple(save for saves in list(view.on_branch.values())[-newest:] for save in saves)
+    found = looks.all(wanted)
+    if newest is None:
+        found += [looks.strange(save) for save in view.strange]
+    spares = [_size(store, name) for name in store.list() if names.parse_spare(name) is not None]
+    in_order = tuple(sorted(found, key=lambda each: each.save))
+    return Survey(catalog.root, in_order, held, gone, sum(spares), view.is_shared)
 
 
 def _size(store: Store, key: str) -> int:
@@ -135,115 +179,162 @@ def _size(store: Store, key: str) -> int:
     return info.size if info is not None else 0
 
 
-def catalogs(root: Path, step: int | None) -> tuple[int | None, list[Catalog]]:
-    """A step (the newest if none is given), and the catalogs in which it is a checkpoint.
-
-    That is one; or, in a root that the ranks did not share, one for each rank that has committed it here.
-    """
-    shared = Catalog(root)
-    for each in reversed(shared.step_dirs()) if step is None else [step]:
-        if shared.is_committed(each):
-            return each, [shared]
-        try:
-            found = [names.parse_manifest(name) for name in shared.store.list(names.step_dir(each))]
-        except StorageError:
-            continue
-        own = sorted(file.rank for file in found if file is not None and file.is_published and file.rank is not None)
-        if own:
-            return each, [Catalog(root, rank) for rank in own]
-    return step, []
-
-
 def open_checkpoint(root: str | os.PathLike[str], step: int | None = None, rank: int | None = None) -> Checkpoint:
-    """A step's checkpoint (the newest if none is given); of a root that is not shared, ``rank``'s, or the first's.
+    """A step's checkpoint (the newest if none is given), which has a part of ``rank`` if one is given.
 
     Raises: :class:`NotFoundError`, :class:`IntegrityError`, :class:`VersionError`.
     """
-    path = check_root(root)
-    step, found = catalogs(path, None if step is None else check_step(step))
-    for catalog in found:
-        if rank is None or catalog.rank is None or catalog.rank == rank:
-            return catalog.open(step)
-    if found:
-        own = format_ranks(catalog.rank for catalog in found if catalog.rank is not None)
-        raise NotFoundError(f"step {step} of rank {rank} is not in {path}; there is {own}'s")
-    here = None if step is None else look(Catalog(path), step)
-    if here is not None and here.state == "damaged":
-        raise IntegrityError(f"step {step} in {path} is no checkpoint any more: {here.reason}")
-    if here is not None and here.state == "in progress":
-        raise NotFoundError(f"step {step} in {path} is being saved right now, and not committed yet")
-    return _nearest(path, step)
-
-
-def _nearest(path: Path, step: int | None) -> Checkpoint:
-    """Raises: there is no such step."""
-    known = [each for each in Catalog(path).step_dirs() if catalogs(path, each)[1]]
-    if not known or step is None:
-        raise NotFoundError(f"there is no checkpoint in {path}")
-    nearest = min(known, key=lambda each: abs(each - step))
-    raise NotFoundError(f"step {step} is not a checkpoint in {path}; the nearest is step {nearest}")
-
-
-def look(catalog: Catalog, step: int) -> Step | None:
-    """One step; ``None`` if it is gone by now.
-
-    A run may be saving or removing it just now: what looks damaged is looked at again before it is called so.
-    """
-    found = _look(catalog, step)
-    return _look(catalog, step) if found is not None and found.state in ("damaged", "incomplete") else found
-
-
-def _look(catalog: Catalog, step: int) -> Step | None:
-    store, directory = catalog.store, names.step_dir(step)
+    catalog = Catalog(check_root(root))
     try:
-        found = infos(store, directory)
-        if not found and store.head(directory) is None:
+        checkpoint = catalog.open(step)
+    except NotFoundError:
+        if step is not None:
+            _explain(catalog, check_step(step))
+        raise
+    if rank is not None and rank not in checkpoint.ranks:
+        checkpoint.close()
+        what = f"it was saved by {checkpoint.world_size}"
+        if len(checkpoint.ranks) < checkpoint.world_size:
+            what = f"here is the part of {format_ranks(checkpoint.ranks)}"
+        raise NotFoundError(f"step {checkpoint.step} has no rank {rank}; {what}")
+    return checkpoint
+
+
+def _explain(catalog: Catalog, step: int) -> None:
+    """Raises, if there is a better reason why a step is no checkpoint than that it is not there."""
+    for each in reversed(survey(catalog.root).saves):
+        if each.step == step and each.state in ("quarantined", "damaged"):
+            raise IntegrityError(f"step {step} in {catalog.root} is no checkpoint any more: {each.reason}")
+        if each.step == step and each.state == "in progress":
+            raise NotFoundError(f"step {step} in {catalog.root} is being saved right now, and not committed yet")
+
+
+class _Looks:
+    """Looks at the saves of a root.  ``alive``: the runs whose keepers hold a lock."""
+
+    def __init__(self, catalog: Catalog, view: View, alive: set[str]) -> None:
+        self._catalog = catalog
+        self._view = view
+        self._alive = alive
+        self._live_epochs: dict[int, bool] = {}
+        self._newest_epoch = max(catalog.epochs(), default=0)
+
+    def all(self, saves: tuple[SaveId, ...]) -> list[Step]:
+        found = [made for save in saves if (made := self.one(save)) is not None]
+        branch: dict[int, SaveId] = {}
+        for each in found:  # in rising order: of several saves of one step the newest counts
+            if each.is_on_branch and each.state in ("committed", "damaged", "newer format"):
+                branch[each.step] = each.save
+        return [self._placed(each, branch) for each in found]
+
+    def strange(self, save: SaveId) -> Step:
+        reason = f"{self._catalog.dir(save)} is not a directory"
+        return Step(save, "unreadable", None, (), (), reason, self._view.branch.has(save))
+
+    def _placed(self, each: Step, branch: Mapping[int, SaveId]) -> Step:
+        """With its place beside the branch, if it is a checkpoint that is not on it."""
+        if each.state != "committed" or branch.get(each.step) == each.save:
+            return each
+        if each.step in branch:
+            reason = f"the branch has another save of this step, of epoch {branch[each.step].epoch}"
+            return replace(each, state="superseded", reason=reason, is_on_branch=False)
+        return replace(each, state="abandoned", reason="training went on from an earlier step", is_on_branch=False)
+
+    def one(self, save: SaveId) -> Step | None:
+        """``None`` if it is gone by now.
+
+        A run may be saving or removing it just now: what looks damaged is looked at again before it is called so.
+        """
+        found = self._one(save)
+        return self._one(save) if found is not None and found.state in ("damaged", "incomplete") else found
+
+    def _one(self, save: SaveId) -> Step | None:
+        store, directory = self._catalog.store, names.step_dir(save)
+        is_on_branch = self._view.branch.has(save)
+        try:
+            found = infos(store, directory)
+            if not found and store.head(directory) is None:
+                return None
+        except StorageError as error:
+            return Step(save, "unreadable", None, (), (), str(error), is_on_branch)
+        files = tuple(_files(found))
+        made = self._judged(save, files, found)
+        return made and replace(made, is_on_branch=is_on_branch, is_pinned=names.PIN in found)
+
+    def _judged(self, save: SaveId, files: tuple[StepFile, ...], found: dict[str, Info]) -> Step | None:
+        ranks = {kind: _ranks(found, kind) for kind in ("seal", "aside")}
+        is_local = bool(ranks["seal"]) and self._is_local(save)
+        sealed = tuple(sorted(ranks["seal"] - ranks["aside"]))
+        if names.aside() in found or (ranks["aside"] and not sealed):
+            return self._set_aside(save, files, min(ranks["aside"], default=None))
+        if names.MANIFEST in found or (is_local and sealed):
+            made = self._committed(save, files, found)
+            if made is None or made.state != "committed" or not ranks["aside"]:
+                return made
+            part = self._set_aside(save, files, min(ranks["aside"]))
+            if part is None or part.state != "quarantined":  # the others' parts are going, too
+                return made
+            return replace(made, reason=f"the part of {format_ranks(ranks['aside'])} is quarantined: {part.reason}")
+        if _ranks(found, "failure"):
+            return Step(save, "incomplete", None, sealed, files, f"{format_ranks(_ranks(found, 'failure'))} failed")
+        if self._is_alive(save.epoch):
+            return Step(save, "in progress", None, sealed, files)
+        return Step(save, "incomplete", None, sealed, files, "never committed, and no run is known to work on it")
+
+    def _set_aside(self, save: SaveId, files: tuple[StepFile, ...], rank: int | None) -> Step | None:
+        aside: Aside | None
+        try:
+            aside = Catalog(self._catalog.store, rank).aside(save) if rank is not None else self._catalog.aside(save)
+        except VersionError as error:
+            return Step(save, "newer format", None, (), files, str(error))
+        except StillframeError as error:
+            return Step(save, "unreadable", None, (), files, str(error))
+        if aside is None:
             return None
-    except StorageError as error:
-        return Step(step, "unreadable", None, (), 0, (), str(error))
-    files = tuple(_files(found))
-    manifests = [names.parse_manifest(file.name) for file in files]
-    published = [each.rank for each in manifests if each is not None and each.is_published]
-    if published:
-        return _committed([Catalog(store, rank) for rank in published], step, files, found)
-    size = sum(file.bytes for file in files)
-    sealed = tuple(sorted({file.rank for file in files if file.rank is not None and file.name.endswith(".seal.json")}))
-    if any(each is not None and each.is_damaged for each in manifests):
-        return Step(step, "damaged", None, sealed, size, files, "it was found damaged, and withdrawn")
-    own = {(file.rank, file.attempt) for file in files if file.rank is not None and file.attempt is not None}
-    if any(life_of(store, rank, attempt) is Life.ALIVE for rank, attempt in own):
-        return Step(step, "in progress", None, sealed, size, files)
-    return Step(step, "incomplete", None, sealed, size, files, "no run is working on it any more")
+        reason = _ASIDE[aside.reason] + (f": {aside.message}" if aside.message else "")
+        return Step(save, "quarantined" if aside.reason == "quarantined" else "removed", None, (), files, reason)
+
+    def _committed(self, save: SaveId, files: tuple[StepFile, ...], found: dict[str, Info]) -> Step | None:
+        """By a manifest, or by the seals that are here."""
+        try:
+            manifest = self._catalog.manifest(save)
+            lack = self._catalog.lacks(manifest, found)
+        except NotFoundError:
+            return None
+        except VersionError as error:
+            return Step(save, "newer format", None, (), files, str(error))
+        except IntegrityError as error:
+            return Step(save, "damaged", None, (), files, str(error))
+        except StillframeError as error:
+            return Step(save, "unreadable", None, (), files, str(error))
+        if lack:
+            return Step(save, "damaged", manifest, (), files, lack)
+        return Step(save, "committed", manifest, tuple(entry.rank for entry in manifest.ranks), files)
+
+    def _is_local(self, save: SaveId) -> bool:
+        try:
+            return not self._catalog.is_shared(save.epoch)
+        except StillframeError:
+            return False
+
+    def _is_alive(self, epoch: int) -> bool:
+        """Whether a keeper of the run that claimed this epoch, the newest, holds its lock."""
+        if not self._alive or epoch < self._newest_epoch:
+            return False
+        if epoch not in self._live_epochs:
+            claimed = epochs.read_claim(self._catalog.store, epoch)
+            self._live_epochs[epoch] = claimed is not None and claimed.run in self._alive
+        return self._live_epochs[epoch]
+
+
+def _ranks(found: Mapping[str, Info], kind: str) -> set[int]:
+    files = [names.parse_rank_file(name) for name in found]
+    return {file.rank for file in files if file is not None and file.kind == kind and not file.is_partial}
 
 
 def _files(found: dict[str, Info]) -> Iterator[StepFile]:
     """Those whose names are stillframe's."""
     for name, info in sorted(found.items()):
-        file = names.parse_rank_file(name)
-        if file is not None:
-            yield StepFile(name, info.size, file.rank, file.attempt)
-        elif names.parse_manifest(name) is not None:
-            yield StepFile(name, info.size, None, None)
-
-
-def _committed(published: list[Catalog], step: int, files: tuple[StepFile, ...], found: dict[str, Info]) -> Step | None:
-    """By one manifest of all ranks, or by those of some that did not share the root."""
-    size = sum(file.bytes for file in files)
-    manifests, lacking = [], []
-    for catalog in published:
-        try:
-            manifests.append(catalog.manifest(step))
-            lacking += [lack] if (lack := catalog.lacks(manifests[-1], found)) else []
-        except NotFoundError:
-            return None
-        except VersionError as error:
-            return Step(step, "newer format", None, (), size, files, str(error))
-        except IntegrityError as error:
-            lacking.append(str(error))
-        except StillframeError as error:
-            return Step(step, "unreadable", None, (), size, files, str(error))
-    first = manifests[0] if manifests else None
-    if first is not None:
-        size = sum(file.bytes for file in files if file.attempt in (None, first.attempt))
-    here = () if lacking else tuple(sorted({entry.rank for manifest in manifests for entry in manifest.ranks}))
-    return Step(step, "damaged" if lacking else "committed", first, here, size, files, "; ".join(lacking[:3]))
+        if names.is_ours(name):
+            file = names.parse_rank_file(name)
+            yield StepFile(name, info.size, file.rank if file is not None else None)

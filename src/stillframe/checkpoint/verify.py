@@ -7,9 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from stillframe.checkpoint.catalog import Checkpoint
+from stillframe.checkpoint.catalog import Catalog, Checkpoint
 from stillframe.checkpoint.read import check_header, read_chunks
-from stillframe.errors import IntegrityError
+from stillframe.errors import IntegrityError, NotFoundError
+from stillframe.format import names
+from stillframe.model import SaveId
 
 _RANKS_AT_ONCE = 16
 """Their seals are in memory together."""
@@ -30,12 +32,16 @@ class Damage:
 
 @dataclass(slots=True)
 class Verdict:
-    """What :func:`verify` found of one step."""
+    """What :func:`verify` found of one checkpoint."""
 
-    step: int
+    save: SaveId
     bytes: int = 0
     """Read and found whole."""
     damages: list[Damage] = field(default_factory=list)
+
+    @property
+    def step(self) -> int:
+        return self.save.step
 
     @property
     def is_whole(self) -> bool:
@@ -48,7 +54,7 @@ def verify(checkpoint: Checkpoint, on_bytes: Callable[[int], None] = lambda _cou
     ``on_bytes`` is told, from several threads, of bytes that have been read.
     Raises: :class:`StorageError` if something cannot be read for now (permissions, no descriptors).
     """
-    verdict = Verdict(checkpoint.step)
+    verdict = Verdict(checkpoint.save)
     lock = threading.Lock()
 
     def read(_rank: int, _shards: object, start: int, end: int, _buffer: object) -> None:
@@ -76,7 +82,9 @@ def verify(checkpoint: Checkpoint, on_bytes: Callable[[int], None] = lambda _cou
                 if not part.seal.segment.chunks:
                     check_header(part)  # of the others it is checked before their chunks
             except IntegrityError as error:
-                verdict.damages.append(Damage(checkpoint.path / entry.segment, entry.rank, None, (), str(error)))
+                verdict.damages.append(
+                    Damage(checkpoint.path / names.segment(entry.rank), entry.rank, None, (), str(error))
+                )
             else:
                 wanted += [(entry.rank, number) for number in range(len(part.seal.segment.chunks))]
         if wanted:
@@ -85,3 +93,18 @@ def verify(checkpoint: Checkpoint, on_bytes: Callable[[int], None] = lambda _cou
             checkpoint.release(entry.rank)
     verdict.damages.sort(key=lambda damage: (damage.rank, -1 if damage.chunk is None else damage.chunk))
     return verdict
+
+
+def verify_save(catalog: Catalog, save: SaveId, on_bytes: Callable[[int], None] = lambda _count: None) -> Verdict:
+    """As :func:`verify`; a manifest, seal or size that is wrong is damage, too.
+
+    Raises: :class:`NotFoundError`, also if it is removed meanwhile; :class:`StorageError`; :class:`VersionError`.
+    """
+    try:
+        with catalog.open_save(save) as checkpoint:
+            found = verify(checkpoint, on_bytes)
+    except IntegrityError as error:
+        found = Verdict(save, damages=[Damage(catalog.dir(save), -1, None, (), str(error))])
+    if found.damages and not catalog.is_committed(save):
+        raise NotFoundError(f"{save} was removed from {catalog.root} while it was read")
+    return found

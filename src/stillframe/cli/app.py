@@ -20,7 +20,10 @@ import typer
 from stillframe import errors
 from stillframe.cli import exit_codes, output
 
-COMMANDS = ("list", "show", "verify", "diff", "export", "import", "prune", "doctor", "watch", "trace", "report")
+COMMANDS = (
+    "list", "show", "verify", "diff", "export", "import", "prune", "remove", "pin", "unpin", "doctor", "watch", "trace",
+    "report",
+)  # fmt: skip
 """In the order of the help.  Each is the function ``command`` of the module with its name."""
 
 

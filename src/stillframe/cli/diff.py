@@ -23,7 +23,7 @@ from stillframe.errors import ConfigError
 from stillframe.store import files
 
 if TYPE_CHECKING:
-    from stillframe.restore.statistics import Difference
+    from stillframe.restoring.statistics import Difference
 
 _MARKS = {"changed": "~", "added": "+", "removed": "-", "equal": "="}
 
@@ -110,7 +110,7 @@ def measured(one: Checkpoint, other: Checkpoint) -> list[_Row]:
 def _differences(one: Checkpoint, other: Checkpoint, unread: Sequence[Pair]) -> list[Difference]:
     if not unread:
         return []
-    from stillframe.restore.statistics import difference
+    from stillframe.restoring.statistics import difference
 
     found = []
     with output.progress("comparing", sum(pair.bytes for pair in unread)) as advance:

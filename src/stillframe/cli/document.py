@@ -15,9 +15,10 @@ _HEAD = """# The command line
 
 <!-- Generated from the commands by `make docs`; do not edit. -->
 
-`stillframe COMMAND …`, or `python -m stillframe COMMAND …`. Only `prune` and `import` change a root. With `--json`, a
-command prints one JSON document for programs. An error is one line on standard error, and the exit code tells its
-kind. `stillframe --install-completion` installs completion for the shell.
+`stillframe COMMAND …`, or `python -m stillframe COMMAND …`. Only `prune`, `remove`, `pin`, `unpin`, `import`
+and `doctor --quarantine` change a root. With `--json`, a command prints one JSON document for programs. An error is one
+line on standard error, and the exit code tells its kind. `stillframe --install-completion` installs completion for the
+shell.
 """
 
 
@@ -55,7 +56,7 @@ def _option(option: Any) -> str:
     names = ", ".join(f"`{each}`" for each in option.opts)
     choices = [str(getattr(each, "value", each)) for each in getattr(option.type, "choices", ())]
     what = " or ".join(choices) or option.metavar or option.name.upper()
-    return names if option.is_flag else f"{names} {what}"
+    return names if option.is_flag else f"{names} {what}".replace("|", "\\|")
 
 
 def _default(option: Any) -> str:

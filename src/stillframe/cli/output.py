@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -86,8 +86,15 @@ def print_json(document: object) -> None:
 
 def manifest_json(manifest: Manifest | None) -> dict[str, object]:
     """What ``list --json`` and ``show --json`` tell of a manifest; all null if there is none."""
-    names = ("world_size", "created_unix_s", "stage_s", "seal_s", "commit_s", "attempt")
+    names = ("parent", "world_size", "saved_unix_s", "metadata")
     return {name: getattr(manifest, name, None) for name in names}
+
+
+def format_metadata(metadata: Mapping[str, Any]) -> str:
+    """``loss=0.25, best=True``."""
+    return ", ".join(
+        f"{name}={f'{value:.6g}' if isinstance(value, float) else value}" for name, value in metadata.items()
+    )
 
 
 def _plain(value: Any) -> Any:

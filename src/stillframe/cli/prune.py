@@ -2,26 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import operator
 from typing import Annotated
 
 import typer
 
+from stillframe.checkpoint import requests
 from stillframe.checkpoint.catalog import Catalog
+from stillframe.checkpoint.cleaning import Plan, Wanted, plan
 from stillframe.checkpoint.survey import Step, Survey, survey
-from stillframe.cli import output
+from stillframe.cli import removed
 from stillframe.cli.arguments import Json, Root
-from stillframe.errors import ConfigError
-from stillframe.keeper import prune as removal
-from stillframe.retention import Keep, KeepEvery, KeepLast
-from stillframe.units import format_bytes, format_count
+from stillframe.errors import ConfigError, StillframeError
+from stillframe.keeper.prune import remove_leftovers
+from stillframe.retention import Keep, KeepBest, KeepEvery, KeepFor, KeepLast
 
 
 def command(
     root: Root,
     keep_last: Annotated[int | None, typer.Option(help="Keep the N newest.", metavar="N", min=1)] = None,
     keep_every: Annotated[
-        int | None, typer.Option(help="Keep steps that are multiples of K, and the newest.", metavar="K", min=1)
+        int | None, typer.Option(help="Keep steps that are multiples of K.", metavar="K", min=1)
+    ] = None,
+    keep_for: Annotated[
+        float | None, typer.Option(help="Keep those saved within the last HOURS.", metavar="HOURS")
+    ] = None,
+    keep_best: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Keep the N (default: 1) with the lowest, or highest, METRIC in their metadata; repeatable.",
+            metavar="METRIC[:N[:min|max]]",
+        ),
     ] = None,
     leftovers: Annotated[
         bool, typer.Option("--leftovers", help="Also remove the files of saves that were never committed.")
@@ -31,68 +43,67 @@ def command(
 ) -> None:
     """Remove checkpoints that a policy does not keep.
 
-    With both options, a checkpoint stays if either keeps it. The newest checkpoint always stays, and so does one that
-    somebody reads. A checkpoint that lacks files stays, and does not count. A root in which a run is active is not
-    changed (exit code 7): the run applies its own policy.
+    With several options, a checkpoint stays if any of them keeps it. The newest checkpoint of the branch always stays,
+    and so does one that is pinned, or that somebody reads. One that lacks files stays, and does not count. Those off
+    the branch go once the branch has reached their step.
 
-    Example: stillframe prune runs/gpt --keep-last 3 --keep-every 1000 --dry-run
+    A run that is active in the root is asked to do it; if it does not answer, nothing changes (exit code 7).
+
+    Example: stillframe prune runs/gpt --keep-last 3 --keep-every 1000 --dry-run; stillframe prune runs/gpt --keep-best
+    loss:2:min
     """
-    if keep_last is None and keep_every is None and not leftovers:
+    keep = _policy(keep_last, keep_every, keep_for, keep_best or [])
+    if keep is None and not leftovers:
         raise ConfigError(
-            "say what to keep: --keep-last N, --keep-every K or both; --leftovers alone removes no checkpoint"
+            "say what to keep: --keep-last N, --keep-every K, --keep-for HOURS or --keep-best METRIC; "
+            "--leftovers alone removes no checkpoint"
         )
-    keep = Keep()
-    if keep_last is not None:
-        keep = keep | KeepLast(keep_last)
-    if keep_every is not None:
-        keep = keep | KeepEvery(keep_every)
     before = survey(root)
-    unshared = {rank for each in before.steps if each.rank is not None for rank in each.here}
-    if unshared and keep != Keep():
-        raise ConfigError(
-            f"the ranks of the run did not share {before.root}, so nothing here tells which steps all of them have. "
-            "Let the run itself remove old checkpoints, with Checkpointer(…, keep=…)"
-        )
-    catalogs = [Catalog(before.root), *(Catalog(before.root, rank) for rank in sorted(unshared))]
-    removal.check_free(catalogs[0])
+    catalog = Catalog(before.root)
+    if keep is not None:
+        requests.check_shared(catalog)
     if dry_run:
-        checkpoints, damaged = removal.going(catalogs[0], keep) if keep != Keep() else ([], [])
-        gone = {*checkpoints, *damaged, *(each.step for each in before.with_state("incomplete") if leftovers)}
-        left = [each for each in before.steps if each.step not in gone]
-        _report(before, left, 0 if leftovers else before.spare_bytes, is_dry=True, json=json)
+        done = Plan() if keep is None else plan(catalog, Wanted(keep=keep))
+        left = _leftovers(before) if leftovers else []
+        removed.report(before, done, left, before.spare_bytes if leftovers else 0, is_dry=True, json=json)
         return
-    try:
-        if keep != Keep():
-            removal.prune(catalogs[0], keep)
-        for catalog in catalogs if leftovers else ():
-            removal.remove_leftovers(catalog)
-    finally:  # after an error, too: some of it may be done
+    done = Plan() if keep is None else requests.prune(catalog, keep)
+    left, spare_bytes = [], 0
+    if leftovers:
+        try:
+            remove_leftovers(catalog)
+        except StillframeError as error:  # some of it may be done
+            done.error = done.error or error
         after = survey(root)
-        _report(before, after.steps, after.spare_bytes, is_dry=False, json=json)
+        still = {each.save for each in _leftovers(after)}
+        left = [each for each in _leftovers(before) if each.save not in still]
+        spare_bytes = before.spare_bytes - after.spare_bytes
+    if done.error is not None and not done.gone and not left:
+        raise done.error
+    removed.report(before, done, left, spare_bytes, is_dry=False, json=json)
+    if done.error is not None:
+        raise done.error
 
 
-def _report(before: Survey, left: Sequence[Step], spare_bytes: int, *, is_dry: bool, json: bool) -> None:
-    """Say what was removed: whatever is smaller than before, or gone."""
-    sizes = {each.step: each.bytes + each.stray_bytes for each in left}
-    freed = {each.step: each.bytes + each.stray_bytes - sizes.get(each.step, 0) for each in before.steps}
-    removed = [each for each in before.steps if each.step not in sizes or freed[each.step] > 0]
-    spare_freed = before.spare_bytes - spare_bytes
-    total = sum(freed[each.step] for each in removed) + spare_freed
-    stays = [each.step for each in left if each.state == "committed"]
-    if json:
-        listed = [{"step": each.step, "state": each.state, "bytes": each.bytes} for each in removed]
-        output.print_json({"root": before.root, "dry_run": is_dry, "removed": listed, "bytes": total, "kept": stays})
-        return
-    verb = "would remove" if is_dry else "removed"
-    for each in removed:
-        what = f"step {each.step}" if each.step not in sizes else f"leftovers beside step {each.step}"
-        output.say(f"{verb} {what} ({each.state}, {format_bytes(freed[each.step])})")
-    if spare_freed > 0:
-        output.say(f"{verb} spare segments ({format_bytes(spare_freed)})")
-    freeing, keeping = ("would free", "would keep") if is_dry else ("freed", "kept")
-    which = f": {_some(stays)}" if stays else ""
-    output.say(f"{freeing} {format_bytes(total)}; {keeping} {format_count(len(stays), 'checkpoint')}{which}")
+def _leftovers(found: Survey) -> list[Step]:
+    """What was never committed, and what is left of removals that were interrupted."""
+    return [each for each in found.with_state("incomplete", "removed") if not each.is_tombstone]
 
 
-def _some(steps: Sequence[int]) -> str:
-    return ", ".join(map(str, steps)) if len(steps) <= 8 else f"{', '.join(map(str, steps[:4]))}, …, {steps[-1]}"
+def _policy(last: int | None, every: int | None, hours: float | None, best: list[str]) -> Keep | None:
+    parts: list[Keep] = [KeepLast(last)] if last is not None else []
+    parts += [KeepEvery(every)] if every is not None else []
+    parts += [KeepFor(hours)] if hours is not None else []
+    parts += map(_best, best)
+    return functools.reduce(operator.or_, parts) if parts else None
+
+
+def _best(text: str) -> KeepBest:
+    """``loss``, ``loss:2``, ``accuracy:2:max``.  A metric's name may have colons if all three parts are given."""
+    metric, _, rest = text.partition(":")
+    count, _, mode = rest.partition(":")
+    if text.endswith((":min", ":max")) and text.count(":") > 2:
+        metric, count, mode = text.rsplit(":", 2)
+    if (rest and not count.isdecimal()) or mode not in ("", "min", "max"):
+        raise ConfigError(f"--keep-best {text}: give METRIC, METRIC:N or METRIC:N:max, such as loss:2:min")
+    return KeepBest(metric, int(count) if count else 1, "max" if mode == "max" else "min")

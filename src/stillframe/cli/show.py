@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -16,7 +16,7 @@ from stillframe.checkpoint.stored import Stored
 from stillframe.cli import output
 from stillframe.cli.arguments import Json, Rank, Root, Step
 from stillframe.cli.stored import open_stored, tensors
-from stillframe.units import format_bytes, format_count, format_ranks, format_seconds, format_time
+from stillframe.units import format_bytes, format_count, format_ranks, format_time
 
 _DEPTH = 2
 _STATISTICS = ("min", "max", "mean", "nan", "inf")
@@ -50,9 +50,11 @@ def command(
         chosen = contents.matching(entries, tensor) if tensor else entries
         figures = _read(stored, chosen) if stats else {}
         if json:
-            head = {"root": Path(root).absolute(), "step": checkpoint.step, "bytes": checkpoint.manifest.bytes}
+            head = {"root": Path(root).absolute(), "step": checkpoint.step, "save": checkpoint.save}
+            about = {"bytes": checkpoint.manifest.bytes, "ranks": checkpoint.ranks}
+            told = output.manifest_json(checkpoint.manifest) | {"metadata": _metadata(checkpoint)}
             listed = [_json(each) | figures.get(each.key, {}) for each in chosen]
-            output.print_json(head | output.manifest_json(checkpoint.manifest) | {"entries": listed})
+            output.print_json(head | about | told | {"entries": listed})
             return
         _print_head(checkpoint)
         if tensor or stats:
@@ -62,7 +64,7 @@ def command(
 
 
 def _read(stored: Stored, chosen: Sequence[Entry]) -> _Statistics:
-    from stillframe.restore.statistics import statistics
+    from stillframe.restoring.statistics import statistics
 
     read = [each for each in chosen if each.kind != "value"]
     figures: _Statistics = {}
@@ -90,8 +92,20 @@ def _print_head(checkpoint: Checkpoint) -> None:
     ranks = format_count(manifest.world_size, "rank")
     if len(checkpoint.ranks) != manifest.world_size:
         ranks = f"{format_ranks(checkpoint.ranks)} of {manifest.world_size}"
-    when = f"committed {format_time(manifest.created_unix_s)}, {format_seconds(manifest.commit_s)} after save()"
+    when = f"saved {format_time(manifest.saved_unix_s)}"
     output.say(f"step {checkpoint.step}: {format_bytes(manifest.bytes)}, {ranks}, {when}")
+    save, parent = checkpoint.save, manifest.parent
+    origin = "goes on from nothing" if parent is None else f"goes on from step {parent.step} of epoch {parent.epoch}"
+    output.say(f"epoch {save.epoch}, attempt {save.attempt}; the epoch {origin}")
+    if metadata := _metadata(checkpoint):
+        output.say(f"metadata: {output.format_metadata(metadata)}")
+
+
+def _metadata(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Rank 0's; in a root that the ranks do not share, that of the first rank here."""
+    if len(checkpoint.ranks) == checkpoint.world_size and checkpoint.manifest.metadata:
+        return checkpoint.manifest.metadata
+    return checkpoint.of(checkpoint.ranks[0]).seal.metadata
 
 
 def _print_table(chosen: Sequence[Entry], figures: _Statistics) -> None:

@@ -11,15 +11,12 @@ from stillframe.checkpoint import survey
 from stillframe.checkpoint.catalog import Checkpoint
 from stillframe.checkpoint.contents import Entry
 from stillframe.checkpoint.stored import Stored
-from stillframe.errors import NotFoundError
 
 
 @contextlib.contextmanager
 def open_stored(root: Path, step: int | None, rank: int | None) -> Iterator[Stored]:
     """Open a step (the newest if ``None``); per-rank values are those of ``rank`` (the first if ``None``)."""
     with survey.open_checkpoint(root, step, rank) as checkpoint:
-        if rank is not None and rank not in checkpoint.ranks:
-            raise NotFoundError(f"step {checkpoint.step} has no rank {rank}; it was saved by {checkpoint.world_size}")
         yield merged(checkpoint, rank)
 
 
@@ -29,6 +26,6 @@ def merged(checkpoint: Checkpoint, rank: int | None = None) -> Stored:
 
 def tensors(stored: Stored, entries: Sequence[Entry]) -> Iterator[Any]:
     """Read and verify tensors and arrays, in the order of the entries; all are torch tensors."""
-    from stillframe.restore.load import pull
+    from stillframe.restoring.load import pull
 
     return pull(stored, [each.leaf for each in entries])

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import sys
 import time
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from stillframe.checkpoint import survey
 from stillframe.checkpoint.catalog import Catalog
-from stillframe.checkpoint.verify import Damage, Verdict, verify
+from stillframe.checkpoint.verify import Verdict, verify_save
 from stillframe.cli import output
 from stillframe.cli.arguments import Json, Root, Step
 from stillframe.cli.exit_codes import DAMAGED
 from stillframe.errors import ConfigError, IntegrityError, NotFoundError, VersionError
+from stillframe.model import SaveId, check_step
 from stillframe.units import format_bytes, format_seconds
 
 
@@ -28,36 +29,32 @@ def command(
 ) -> None:
     """Read every byte and verify its checksum.
 
-    The checksum of each chunk was computed when it was written. Names each damaged file, chunk and tensor, and changes
-    nothing. Exit code 4 if anything is damaged.
+    The checksum of each chunk was computed when it was written. A chunk whose checksum is wrong is read twice. Names
+    each damaged file, chunk and tensor, and changes nothing (`doctor --quarantine` does). Exit code 4 if anything is
+    damaged.
 
     Example: stillframe verify runs/gpt --all
     """
     if every and step is not None:
         raise ConfigError(f"give a step ({step}) or --all, not both")
-    path = survey.check_root(root)
+    catalog = Catalog(survey.check_root(root))
+    path = catalog.root
     found = survey.survey(path) if every else None
-    steps = [step]
-    if found is not None:
-        steps = [each.step for each in found.with_state("committed", "damaged", "unreadable")]
-    if not steps:
-        raise NotFoundError(f"there is no checkpoint in {path}")
+    branch = {each.save for each in found.steps} if found is not None else set()
     began = time.monotonic()
     verdicts = []
-    for each in steps:
-        try:
-            verdicts.append(_verify(path, each))
-        except NotFoundError:
-            if not every or each in Catalog(path).step_dirs():
-                raise  # otherwise retention removed it in the meantime
-        else:
+    for save in _saves(catalog, step) if found is None else all_of(found):
+        with contextlib.suppress(NotFoundError):  # a run has removed it in the meantime
+            verdicts.append(read_all(catalog, save))
             if not json:
-                _print(verdicts[-1])
+                _print(verdicts[-1], is_off_branch=found is not None and save not in branch)
+    if not verdicts and not (found and found.with_state("newer format")):
+        raise NotFoundError(f"there is no checkpoint in {path}")
     seconds = time.monotonic() - began
     newer = [] if found is None else found.with_state("newer format")
     damages = sum(len(each.damages) for each in verdicts)
     if json:
-        listed = [{**dataclasses.asdict(each), "is_whole": each.is_whole} for each in verdicts]
+        listed = [{"step": each.step, **dataclasses.asdict(each), "is_whole": each.is_whole} for each in verdicts]
         output.print_json({"root": path, "seconds": seconds, "steps": listed, "newer": [each.step for each in newer]})
     else:
         size = sum(each.bytes for each in verdicts)
@@ -69,26 +66,38 @@ def command(
         raise VersionError(f"not verified: {newer[-1].reason}")
 
 
-def _verify(root: Path, step: int | None) -> Verdict:
-    """Verify all ranks of a step; in a root that the ranks did not share, those that are here."""
-    found, catalogs = survey.catalogs(root, step)
-    merged = Verdict(-1 if found is None else found)
+def _saves(catalog: Catalog, step: int | None) -> list[SaveId]:
+    """The checkpoint of a step, or the newest.  Raises: there is none, and why."""
     try:
-        if not catalogs:
-            survey.open_checkpoint(root, step).close()  # raises the error that says why
-        for catalog in catalogs:
-            with catalog.open(found) as checkpoint:
-                with output.progress(f"step {found}", checkpoint.manifest.bytes) as advance:
-                    verdict = verify(checkpoint, advance)
-                merged.bytes += verdict.bytes
-                merged.damages += verdict.damages
-    except IntegrityError as error:
-        merged.damages.append(Damage(root, -1, None, (), str(error)))
-    return merged
+        found = catalog.newest() if step is None else catalog.find(check_step(step))
+    except NotFoundError:
+        found = None
+    if found is None:
+        survey.open_checkpoint(catalog.root, step).close()  # raises the error that says why
+    return [] if found is None else [found]
 
 
-def _print(verdict: Verdict) -> None:
+def all_of(found: survey.Survey) -> list[SaveId]:
+    """Every checkpoint, also those off the branch, and those that seem to be damaged."""
+    states: tuple[survey.State, ...] = ("committed", "abandoned", "superseded", "damaged", "unreadable")
+    return [each.save for each in found.with_state(*states)]
+
+
+def read_all(catalog: Catalog, save: SaveId) -> Verdict:
+    """Verify all ranks of a save, with a progress bar; in a root that the ranks did not share, those that are here.
+
+    Raises: as :func:`verify_save`.
+    """
+    size = 0
+    with contextlib.suppress(IntegrityError):
+        size = catalog.manifest(save).bytes
+    with output.progress(f"step {save.step}", size) as advance:
+        return verify_save(catalog, save, advance)
+
+
+def _print(verdict: Verdict, is_off_branch: bool) -> None:
     state = "whole" if verdict.is_whole else "DAMAGED"
-    output.say(f"step {verdict.step}: {state}, {format_bytes(verdict.bytes)} read")
+    name = str(verdict.save) if is_off_branch else f"step {verdict.step}"
+    output.say(f"{name}: {state}, {format_bytes(verdict.bytes)} read")
     for damage in verdict.damages:
         output.say(f"  {damage.message}")

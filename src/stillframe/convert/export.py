@@ -21,8 +21,8 @@ from stillframe.convert.foreign import dcp_errors, refused_by_torch
 from stillframe.errors import ConfigError
 from stillframe.format.segment import ITEM_BYTES, Shard, encode_header
 from stillframe.format.tree import LeafNode
-from stillframe.restore.load import Builder, Later, pull
-from stillframe.restore.place import Placement
+from stillframe.restoring.load import Builder, Later, pull
+from stillframe.restoring.place import Placement
 from stillframe.state.boxes import Box
 from stillframe.state.torch_internals import fake_tensors, storage_identity
 from stillframe.store import files
@@ -50,6 +50,7 @@ def to_safetensors(stored: Stored, choice: Choice, to: Path, max_bytes: int, on_
     if not tensors:
         raise ConfigError("there is no tensor to export")
     check_names(tensors)
+    _check_filled(stored, tensors)
     size = sum(_bytes(each.entry) for each in tensors)
     if to.suffix == ".safetensors":
         with files.publishing(to) as partial:
@@ -68,6 +69,13 @@ def to_safetensors(stored: Stored, choice: Choice, to: Path, max_bytes: int, on_
             files.write_file(partial / _INDEX, msgspec.json.format(msgspec.json.encode(index), indent=2))
             names.append(_INDEX)
     return Exported([to / name for name in names], len(tensors), size)
+
+
+def _check_filled(stored: Stored, tensors: Sequence[Named]) -> None:
+    """Before room is reserved for them."""
+    placement = Placement(stored)
+    for each in tensors:
+        placement.check_filled(each.entry.leaf)
 
 
 def _split(tensors: Sequence[Named], max_bytes: int) -> list[list[Named]]:
@@ -113,6 +121,7 @@ def to_torch(stored: Stored, choice: Choice, to: Path, on_bytes: OnBytes) -> Exp
     It is laid out from tensors without data, then mapped, and filled by the reader of a restore.
     Raises: as :func:`to_safetensors`; :class:`UnsupportedStateError` for values that it would not read.
     """
+    _check_filled(stored, choice.tensors)
     with fake_tensors():
         outline = _Unread(stored)
         state = _Plain(stored, outline).whole(choice.top)()

@@ -15,6 +15,9 @@ from stillframe.units import format_bytes, format_count, format_ranks
 Level = Literal["fine", "note", "problem", "damage"]
 
 
+_PASSED = "restore takes another step"
+
+
 @dataclass(frozen=True, slots=True)
 class Finding:
     level: Level
@@ -37,10 +40,19 @@ def _checkpoints(found: Survey) -> list[Finding]:
     else:
         findings = [Finding("note", "there is no committed checkpoint")]
     for each in found.with_state("damaged"):
-        todo = "bring the files back, or remove the step's directory; restore takes another step"
-        if each.manifest is None:  # a restore has withdrawn it
-            todo = "nothing: restore takes another step, and retention removes it after the next checkpoint"
-        findings.append(Finding("damage", f"step {each.step} is damaged: {each.reason}", todo))
+        todo = f"bring the files back, or set it aside: stillframe doctor {found.root} --quarantine"
+        findings.append(Finding("damage", f"step {each.step} is damaged: {each.reason}", f"{todo}; {_PASSED}"))
+    for each in found.with_state("quarantined"):
+        todo = f"stillframe remove {found.root} {each.step}; or repair it and remove aside.json in its directory"
+        findings.append(Finding("damage", f"step {each.step} is quarantined: {each.reason}", f"{todo}; {_PASSED}"))
+    for each in committed:
+        if each.reason:
+            todo = f"stillframe remove {found.root} {each.step}; {_PASSED}"
+            findings.append(Finding("damage", f"step {each.step}: {each.reason}", todo))
+    beside = found.with_state("abandoned", "superseded")
+    if beside:
+        what = f"{format_count(len(beside), 'checkpoint')} off the branch ({_size(beside)}): see `list --all`"
+        findings.append(Finding("note", f"{what}; retention removes them once the branch has reached their steps"))
     for each in found.with_state("unreadable"):
         findings.append(Finding("problem", each.reason, "check the permissions and the storage"))
     for each in found.with_state("newer format"):
@@ -63,16 +75,10 @@ def _leftovers(found: Survey) -> list[Finding]:
         findings.append(Finding("note", f"step {each.step} is being saved now{late}"))
     if found.owners:
         return findings
-    strays = [
-        file
-        for each in found.with_state("committed")
-        for file in each.files
-        if each.manifest is not None and file.attempt not in (None, each.manifest.attempt)
-    ]
-    if strays:
-        size = format_bytes(sum(file.bytes for file in strays))
-        what = f"{format_count(len(strays), 'file')} of other attempts lie beside committed checkpoints ({size})"
-        findings.append(Finding("problem", what, prune))
+    removed = [each for each in found.with_state("removed") if not each.is_tombstone]
+    if removed:
+        what = f"the removal of {format_count(len(removed), 'save')} was interrupted: {_size(removed)} of files"
+        findings.append(Finding("problem", what, f"the next run in this root removes them; or now: {prune}"))
     if found.spare_bytes:
         what = f"spare segments of a run that was killed take {format_bytes(found.spare_bytes)}"
         findings.append(Finding("problem", what, f"the next run in this root reuses them; or now: {prune}"))

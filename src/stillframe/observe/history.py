@@ -1,4 +1,4 @@
-"""The events of a run in order: what each rank did in each attempt."""
+"""The events of a run in order: what each rank did in each run."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _FEW = 5
 
 @dataclass(slots=True)
 class RankHistory:
-    """What one rank did in one attempt.  A keeper that was restarted continues the same history."""
+    """What one rank did in one run.  A keeper that was restarted continues the same history."""
 
     rank: int
-    attempt: str
+    run: str
     started: KeeperStarted | None = None
     saves: list[Save] = field(default_factory=list)
     updates: list[Update] = field(default_factory=list)
@@ -120,11 +120,11 @@ def rate(save: Save) -> float | None:
 
 
 def histories(root: str | os.PathLike[str]) -> list[RankHistory]:
-    """The histories of all ranks and attempts that have events in the root, in the order in which they began."""
+    """The histories of all ranks and runs that have events in the root, in the order in which they began."""
     store = open_store(check_root(root))
     found = []
-    for (rank, attempt), keys in event_files(store).items():
-        found.append(RankHistory(rank, attempt))
+    for (rank, run), keys in event_files(store).items():
+        found.append(RankHistory(rank, run))
         found[-1].add(read_events(store, keys))
     return in_order(found)
 
@@ -134,11 +134,11 @@ def in_order(found: Iterable[RankHistory]) -> list[RankHistory]:
 
 
 def newest(found: Sequence[RankHistory]) -> list[RankHistory]:
-    """The ranks of the last attempt, of histories in order.
+    """The ranks of the last run, of histories in order.
 
-    An attempt with two saves or more wins over one with fewer: a single save may be an import.
+    An run with two saves or more wins over one with fewer: a single save may be an import.
     """
     if not found:
         return []
     last = max(reversed(found), key=lambda each: min(len(each.saves), 2))
-    return [each for each in found if each.attempt == last.attempt]
+    return [each for each in found if each.run == last.run]

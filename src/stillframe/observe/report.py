@@ -29,7 +29,7 @@ def report(found: Survey, every: Sequence[RankHistory], now_s: float) -> str:
     sections = [f"<h1>{escape(str(found.root))}</h1>", *_verdict(last, slowest), _tiles(found, slowest, now_s)]
     if slowest is not None:
         sections += [*_timeline(slowest, len(last)), _charts(last, slowest)]
-    sections += [*_ranks(last), *_attempts(every), *_failures(found, every), _checkpoints(found, last)]
+    sections += [*_ranks(last), *_runs(every), *_failures(found, every), _checkpoints(found, last)]
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -88,8 +88,8 @@ def _tiles(found: Survey, slowest: RankHistory | None, now_s: float) -> str:
     for step in found.with_state("committed")[-1:]:
         tiles.append((format_bytes(step.bytes), "size of a checkpoint"))
         if step.manifest is not None:
-            age = format_seconds(now_s - step.manifest.created_unix_s)
-            tiles.append((f"step {step.step}", f"the newest, committed {age} before this page"))
+            age = format_seconds(now_s - step.manifest.saved_unix_s)
+            tiles.append((f"step {step.step}", f"the newest, saved {age} before this page"))
     made = "".join(f'<div class="tile"><b>{escape(big)}</b><span>{escape(small)}</span></div>' for big, small in tiles)
     return f'<div class="tiles">{made}</div>'
 
@@ -173,10 +173,10 @@ def _ranks(last: Sequence[RankHistory]) -> list[str]:
     return [f"<h2>Ranks, those blocked longest first</h2>{_table(head, rows, left=['host'])}"]
 
 
-def _attempts(every: Sequence[RankHistory]) -> list[str]:
+def _runs(every: Sequence[RankHistory]) -> list[str]:
     rows = []
-    for attempt in dict.fromkeys(each.attempt for each in every):
-        own = [each for each in every if each.attempt == attempt]
+    for run in dict.fromkeys(each.run for each in every):
+        own = [each for each in every if each.run == run]
         started = own[0].started
         steps = sorted({save.step for each in own for save in each.committed})
         resumed = [restore.step for each in own for restore in each.restores if restore.step is not None]
@@ -209,7 +209,8 @@ def _failures(found: Survey, every: Sequence[RankHistory]) -> list[str]:
         if each.end is None and each.progress is not None and each.rank not in found.owners:
             cause, when = "the keeper was killed during the save", format_time(each.progress.at_s)
             rows += [[str(in_flight.step), rank, when, cause] for in_flight in each.progress.saves]
-    rows += [[str(each.step), "", "", each.reason] for each in found.with_state("damaged", "newer format")]
+    broken = found.with_state("damaged", "quarantined", "newer format")
+    rows += [[str(each.step), "", "", each.reason] for each in broken]
     if not rows:
         return []
     return [f"<h2>Failures</h2>{_table(['step', 'rank', 'when', 'cause'], rows, left=['when', 'cause'])}"]
@@ -218,7 +219,7 @@ def _failures(found: Survey, every: Sequence[RankHistory]) -> list[str]:
 def _checkpoints(found: Survey, last: Sequence[RankHistory]) -> str:
     rows = []
     for each in reversed(found.steps[-_SHOWN_STEPS:]):
-        when = format_time(each.manifest.created_unix_s) if each.manifest else ""
+        when = format_time(each.manifest.saved_unix_s) if each.manifest else ""
         ranks = str(each.manifest.world_size) if each.manifest else ""
         rows.append([str(each.step), each.state, when, format_bytes(each.bytes), ranks])
     note = _policy(last)
@@ -226,18 +227,14 @@ def _checkpoints(found: Survey, last: Sequence[RankHistory]) -> str:
     gone = len(saved - {each.step for each in found.steps})
     if gone:
         note += f"; {gone} of the checkpoints of the last run have been removed"
-    head = ["step", "state", "committed", "size", "ranks"]
-    table = _table(head, rows, left=["state", "committed"])
+    head = ["step", "state", "saved", "size", "ranks"]
+    table = _table(head, rows, left=["state", "saved"])
     return f"<h2>In the root <small>{escape(note)}</small></h2>{table}"
 
 
 def _policy(last: Sequence[RankHistory]) -> str:
     started = next((each.started for each in last if each.started), None)
-    if started is None or not (started.keep_last or started.keep_every):
-        return "policy: keep every checkpoint"
-    parts = [f"the newest {started.keep_last}"] if started.keep_last else []
-    parts += [f"multiples of {started.keep_every}"] if started.keep_every else []
-    return f"policy: keep {' and '.join(parts)}"
+    return f"policy: {started.keep}" if started is not None and started.keep else "policy: keep every checkpoint"
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[str]) -> str:

@@ -22,7 +22,7 @@ def trace(found: Sequence[RankHistory]) -> dict[str, object]:
 
 def _rank(history: RankHistory, pid: int, origin_s: float) -> list[dict[str, object]]:
     where = f" on {history.started.host}" if history.started else ""
-    made = [_name("process_name", pid, 0, f"rank {history.rank}{where} ({history.attempt})")]
+    made = [_name("process_name", pid, 0, f"rank {history.rank}{where} ({history.run})")]
     made.append(_name("thread_name", pid, _TRAINING, "training"))
 
     def add(tid: int, name: str, begin_s: float | None, end_s: float | None, **about: object) -> None:

@@ -42,7 +42,7 @@ class Moving:
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """A run at one moment.  Figures of the last attempt, if no run is active."""
+    """A run at one moment.  Figures of the last run, if no run is active."""
 
     at_s: float
     root: Path
@@ -86,8 +86,8 @@ class Follower:
         """Raises :class:`NotFoundError` if it is no root."""
         found = survey(self._root, newest=_NEWEST)
         store = open_store(found.root)
-        for (rank, attempt), keys in event_files(store).items():
-            own = self._histories.setdefault((rank, attempt), RankHistory(rank, attempt))
+        for (rank, run), keys in event_files(store).items():
+            own = self._histories.setdefault((rank, run), RankHistory(rank, run))
             for key in keys:
                 own.add(decode_lines(self._news(store, key)))
         return self._frame(found, time.time())
@@ -109,7 +109,7 @@ class Follower:
     def _frame(self, found: Survey, now_s: float) -> Frame:
         owner = next(iter(found.owners.values()), None)
         ranks = in_order(self._histories.values())
-        ranks = newest(ranks) if owner is None else [each for each in ranks if each.attempt == owner.attempt]
+        ranks = newest(ranks) if owner is None else [each for each in ranks if each.run == owner.run]
         world_size = max((each.started.world_size for each in ranks if each.started), default=0)
         moving = self._moving(found, ranks, world_size, now_s)
         steps = [each.step for each in moving] + [save.step for each in ranks for save in each.saves]

@@ -1,0 +1,25 @@
+"""``stillframe pin``: keeps a checkpoint, whatever the policy."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from stillframe.checkpoint import requests
+from stillframe.checkpoint.catalog import Catalog
+from stillframe.checkpoint.survey import check_root
+from stillframe.cli import output
+from stillframe.cli.arguments import Root
+
+
+def command(root: Root, step: Annotated[int, typer.Argument(help="A step.", show_default=False)]) -> None:
+    """Keep a checkpoint, whatever the policy.
+
+    Neither retention nor `prune` nor `remove` touches a pinned checkpoint. `list` shows which are pinned.
+
+    Example: stillframe pin runs/gpt 1000
+    """
+    catalog = Catalog(check_root(root))
+    save = requests.pin(catalog, step)
+    output.say(f"step {save.step} is pinned; `stillframe unpin` undoes it")

@@ -1,0 +1,119 @@
+"""The replay can fail: each of these breaks the protocol on purpose, and is found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from stillframe.checkpoint import removal
+from stillframe.checkpoint.catalog import Catalog
+from stillframe.errors import StorageError
+from stillframe.format import names
+from stillframe.keeper import retention
+from stillframe.keeper.epochs import CurrentEpoch
+from stillframe.keeper.segment import SegmentWriter
+from stillframe.model import SaveId
+from tests.protocol.scenarios import SCENES, new_judge, play
+from tests.protocol.test_replay import plans
+from tests.protocol.truth import Broken
+
+Patch = Callable[[Any], None]
+
+
+def is_found(*scenes: str, claims_late: bool = False) -> bool:
+    try:
+        for name in scenes:
+            judge = new_judge()
+            for plan in plans(SCENES[name], is_brief=True):
+                play(SCENES[name], plan, judge, claims_late=claims_late)
+    except Broken:
+        return True
+    return False
+
+
+def no_look(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(SegmentWriter, "check_newest", lambda _self: None)
+
+
+def look_before(patch: pytest.MonkeyPatch) -> None:
+    commit = SegmentWriter.commit
+
+    def early(self: SegmentWriter, seals: Any) -> None:
+        CurrentEpoch.check_newest(self._epoch, self.identify().epoch)
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(SegmentWriter, "check_newest", lambda _self: None)
+            commit(self, seals)
+
+    patch.setattr(SegmentWriter, "commit", early)
+
+
+def seals_first(patch: pytest.MonkeyPatch) -> None:
+    set_aside = removal.set_aside
+
+    def early(catalog: Catalog, save: SaveId, *arguments: Any) -> str:
+        catalog.store.delete([names.key(save, names.seal(0))])
+        return set_aside(catalog, save, *arguments)
+
+    patch.setattr(retention, "set_aside", early)
+
+
+def nothing_withdrawn(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(removal, "_withdraw", lambda *_arguments: None)
+    patch.setattr(Catalog, "is_void", lambda *_arguments: False)
+
+
+def no_look_after_a_tombstone(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("stillframe.checkpoint.epochs.is_newest", lambda *_arguments: True)
+
+
+def reported_in_doubt(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(SegmentWriter, "_make_sure", lambda *_arguments: True)
+
+
+def taken_back_in_doubt(patch: pytest.MonkeyPatch) -> None:
+    commit = SegmentWriter.commit
+
+    def hasty(self: SegmentWriter, seals: Any) -> None:
+        try:
+            commit(self, seals)
+        except StorageError:
+            self.is_promised = False
+            raise
+
+    patch.setattr(SegmentWriter, "commit", hasty)
+
+
+def leftovers_forgotten(patch: pytest.MonkeyPatch) -> None:
+    def at_once(catalog: Catalog, save: SaveId, keeps_tombstone: bool = False) -> None:
+        removal.remove_all(catalog, save)
+
+    patch.setattr(retention, "remove_all", at_once)
+
+
+def any_parent(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("stillframe.lineage.Branch.has", lambda _self, _save: True)
+
+
+@pytest.mark.parametrize(
+    ("break_it", "scenes"),
+    [
+        (no_look, ["one rank"]),
+        (no_look_after_a_tombstone, ["goes back"]),
+        (look_before, ["one rank"]),
+        (seals_first, ["one rank"]),
+        (nothing_withdrawn, ["goes back and stays"]),
+        (reported_in_doubt, ["one rank"]),
+        (taken_back_in_doubt, ["one rank"]),
+        (leftovers_forgotten, ["one rank, nothing restored"]),
+        (any_parent, ["rewound"]),
+    ],
+)
+def test_what_is_broken_is_found(break_it: Patch, scenes: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    break_it(monkeypatch)
+    assert is_found(*scenes)
+
+
+def test_a_claim_after_the_choice_is_found() -> None:
+    assert is_found("one rank", claims_late=True)

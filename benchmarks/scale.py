@@ -34,31 +34,33 @@ from stillframe.format.digest import digest
 from stillframe.format.records import SealDraft, Segment, Team, encode_seal, encode_shards, encode_tree
 from stillframe.format.segment import BoxOf, Shard, encode_header
 from stillframe.format.tree import DictNode, Node, RankBox, ShardedNode, ValueNode
-from stillframe.keeper.commit import Coordinator, Terms
+from stillframe.keeper.commit import Coordinator, UpdateCounts
 from stillframe.keeper.commit_loop import CommitLoop, longest_pause_s
+from stillframe.keeper.epochs import CurrentEpoch
 from stillframe.keeper.retention import Pruner
 from stillframe.keeper.segment import SegmentWriter
+from stillframe.keeper.terms import Terms
 from stillframe.link import messages
 from stillframe.link.arena import Arena
 from stillframe.link.messages import FromKeeper, KeeperConfig
-from stillframe.model import CHUNK_BYTES
-from stillframe.retention import KeepLast
-from stillframe.save.keeper_client import KeeperProcess
+from stillframe.model import CHUNK_BYTES, SaveId
+from stillframe.retention import KeepLast, encode_policy
+from stillframe.save.keeper_process import KeeperProcess
 
 PARAMETERS = 170
 PARTS = ("parameter", "exp_avg", "exp_avg_sq")
 ITEMS = 32
 """Of each tensor on each rank: 510 tensors of 128 bytes make a segment of about 64 KiB."""
 DATA_BYTES = PARAMETERS * len(PARTS) * ITEMS * 4
-ATTEMPT = "5ca1ab1e"
+RUN = "5ca1ab1e"
 READY_S = 120.0
 STEP_S = 120.0
 ATTACH_S = 10.0
 TRACED_STEPS = 3
 LATE_S = 20.0
 """How long a commit that is due may take before the waiting thread is woken."""
-COMMITTED_STEP = 1
-NEXT_STEP = 2
+COMMITTED = SaveId(1)
+NEXT = SaveId(2)
 
 
 # --- one rank's seal -----------------------------------------------------------------------
@@ -96,7 +98,7 @@ def make_content(rank: int, world_size: int, step: int) -> Content:
         [DictNode(keys, nodes["parameter"]), DictNode(keys, moments), ValueNode(1)],
     )
     draft = SealDraft(
-        step=step, rank=rank, world_size=world_size, attempt=ATTEMPT,
+        rank=rank, world_size=world_size, saved_unix_s=time.time(),
         shards=encode_shards(shards), tree=encode_tree(tree), values=msgspec.Raw(msgspec.json.encode([1.0, step])),
         teams=[Team(digest(b"every rank"), world_size, digest(b"every tensor"))],
     )  # fmt: skip
@@ -105,7 +107,7 @@ def make_content(rank: int, world_size: int, step: int) -> Content:
 
 def make_begin(save: int, step: int, header: bytes, draft: bytes) -> messages.Begin:
     return messages.Begin(
-        save=save, step=step, requested_s=time.monotonic(), header_bytes=len(header), draft_bytes=len(draft),
+        save=save, step=step, attempt=1, requested_s=time.monotonic(), header_bytes=len(header), draft_bytes=len(draft),
         data_bytes=DATA_BYTES, layout="scale", lazy=((0, DATA_BYTES),),
     )  # fmt: skip
 
@@ -124,7 +126,8 @@ class Rank:
         self._changed = threading.Condition()
         self._is_ready = False
         self._problem = ""
-        config = KeeperConfig(str(root), ATTEMPT, rank, world_size, keep_last=2, keep_every=None, deadline_s=STEP_S)
+        policy = encode_policy(KeepLast(2))
+        config = KeeperConfig(str(root), RUN, rank, world_size, keep=policy, deadline_s=STEP_S)
         self.keeper = KeeperProcess(config, self._hear, self._gone, lambda: False, lambda: True)
         self.keeper.send(messages.Attach(arena.nbytes), arena.fd)
 
@@ -363,25 +366,25 @@ def collect(root: Path, count: int, console: Console) -> Collected:
     """A directory as so many keepers leave it, but that the others' segments are empty: nobody looks into them."""
     catalog = Catalog(root)
     save = seal_rank_0(catalog, count)
-    directory = layout.step_dir(root, COMMITTED_STEP)
+    directory = layout.step_dir(root, COMMITTED.step)
     console.print(f"  writing {count:,} seals")
     for rank in range(1, count):
-        (directory / layout.segment_name(rank, ATTEMPT)).touch()
+        (directory / layout.segment_name(rank)).touch()
         data = encode_rank(rank, count)
-        (directory / layout.seal_name(rank, ATTEMPT)).write_bytes(data)
+        (directory / layout.seal_name(rank)).write_bytes(data)
     os.sync()
 
-    last = layout.seal(root, COMMITTED_STEP, count - 1)
+    last = layout.seal(root, COMMITTED.step, count - 1)
     aside = root / last.name
     last.rename(aside)
-    terms = Terms(catalog.store, ATTEMPT, count, STEP_S)
+    terms = Terms(catalog.store, RUN, count, STEP_S)
     drop_caches(directory)
     list_cold_s = seconds_of(lambda: os.listdir(directory))
     read_before = read_so_far()
-    cold = Coordinator(save, terms, has_locks=True)
+    cold = Coordinator(save, terms, True, UpdateCounts())
     take_cold_s = seconds_of(lambda: cold.poll(False))
     read_bytes = read_so_far() - read_before
-    coordinator = Coordinator(save, terms, has_locks=True)
+    coordinator = Coordinator(save, terms, True, UpdateCounts())
     take_warm_s = seconds_of(lambda: coordinator.poll(False))
     look_s = statistics.median(seconds_of(lambda: coordinator.poll(False)) for _ in range(5))
     list_s = statistics.median(seconds_of(lambda: os.listdir(directory)) for _ in range(5))
@@ -389,22 +392,22 @@ def collect(root: Path, count: int, console: Console) -> Collected:
     began = time.perf_counter()
     assert coordinator.poll(False)
     finish_s = time.perf_counter() - began
-    manifest = layout.manifest(root, COMMITTED_STEP)
+    manifest = layout.manifest(root, COMMITTED.step)
     manifest_bytes = manifest.read_bytes()
     manifest.unlink()
     last.rename(aside)
-    late_s = commit_late(Coordinator(save, terms, has_locks=True), aside, last)
+    late_s = commit_late(Coordinator(save, terms, True, UpdateCounts()), aside, last)
 
-    layout.next_dir(root, NEXT_STEP, is_running=True).mkdir()
-    layout.manifest(root, NEXT_STEP).touch()
-    member = Pruner(catalog, KeepLast(1), count - 1, ATTEMPT, is_alone=False)
-    member.committed(COMMITTED_STEP, None)
+    layout.next_dir(root, NEXT.step, is_running=True).mkdir()
+    layout.manifest(root, NEXT.step).touch()
+    member = Pruner(catalog, KeepLast(1), count - 1, False, lambda: COMMITTED.epoch)
+    member.committed(COMMITTED, None)
     manifest.unlink()
-    member_prune_s = seconds_of(lambda: member.committed(NEXT_STEP, None))
+    member_prune_s = seconds_of(lambda: member.committed(NEXT, None))
     assert not last.exists()
     manifest.write_bytes(manifest_bytes)
-    pruner = Pruner(catalog, KeepLast(1), 0, ATTEMPT, is_alone=False)
-    remove_s = seconds_of(lambda: pruner.committed(NEXT_STEP, None))
+    pruner = Pruner(catalog, KeepLast(1), 0, False, lambda: COMMITTED.epoch)
+    remove_s = seconds_of(lambda: pruner.committed(NEXT, None))
     assert not directory.exists()
     return Collected(
         count, take_cold_s, take_warm_s, look_s, finish_s, late_s, read_bytes, len(data), len(manifest_bytes),
@@ -421,7 +424,7 @@ def commit_late(coordinator: Coordinator, aside: Path, last: Path) -> float:
         is_orphan=lambda: False,
         longest_s=longest_pause_s(1),
     )
-    thread.add(COMMITTED_STEP, coordinator)
+    thread.add(COMMITTED.step, coordinator)
     while len(coordinator.awaited) > 1:
         time.sleep(0.01)
     began = time.perf_counter()
@@ -436,23 +439,26 @@ def commit_late(coordinator: Coordinator, aside: Path, last: Path) -> float:
 
 def seal_rank_0(catalog: Catalog, count: int) -> SegmentWriter:
     """Its segment and seal, by the keeper's own code."""
-    content = make_content(0, count, COMMITTED_STEP)
-    begin = make_begin(COMMITTED_STEP, COMMITTED_STEP, content.header, content.draft_bytes)
+    step = COMMITTED.step
+    content = make_content(0, count, step)
+    begin = make_begin(step, step, content.header, content.draft_bytes)
     arena = Arena(CHUNK_BYTES)
-    save = SegmentWriter(begin, content.header, content.draft, catalog, threading.Lock())
-    save.write(messages.Chunk(COMMITTED_STEP, 0, 0, DATA_BYTES), memoryview(arena.memory))
+    epoch = CurrentEpoch(catalog, Terms(catalog.store, RUN, count, STEP_S), 0)
+    save = SegmentWriter(begin, content.header, content.draft, catalog, epoch)
+    assert save.identify() == COMMITTED
+    save.write(messages.Chunk(step, 0, 0, DATA_BYTES), memoryview(arena.memory))
     save.seal()
     arena.close()
     return save
 
 
 def encode_rank(rank: int, count: int) -> bytes:
-    content = make_content(rank, count, COMMITTED_STEP)
+    content = make_content(rank, count, COMMITTED.step)
     segment = Segment(
-        file=layout.segment_name(rank, ATTEMPT), bytes=len(content.header) + DATA_BYTES, data_start=len(content.header),
+        bytes=len(content.header) + DATA_BYTES, data_start=len(content.header),
         header=digest(content.header), chunk_bytes=CHUNK_BYTES, chunks=[digest(bytes(DATA_BYTES))],
     )  # fmt: skip
-    return encode_seal(content.draft, segment)[0]
+    return encode_seal(content.draft, COMMITTED, None, segment)[0]
 
 
 def seconds_of(work: object) -> float:

@@ -6,7 +6,7 @@ convert        checkpoints ↔ safetensors, torch.save, DCP    (torch)
 observe        what a run does and did
 checkpointer   the facade: save, fence, wait, restore        (torch)
 save           live objects → chunks in the arena            (torch)
-restore        checkpoints → live objects                    (torch)
+restoring      checkpoints → live objects                    (torch)
 keeper         arena → segments, seals, manifests            (a process without torch)
 ranks          how ranks agree                               (torch)
 checkpoint     what is stored, read
@@ -48,9 +48,10 @@ if TYPE_CHECKING:
     from stillframe.checkpointer import Checkpointer
     from stillframe.format.values import ELSEWHERE
     from stillframe.model import Label, Progress, RestoreReport, Stats, Times
-    from stillframe.restore.boxes import BoxReader
-    from stillframe.restore.load import load
-    from stillframe.retention import KeepEvery, KeepLast
+    from stillframe.restoring.boxes import BoxReader
+    from stillframe.restoring.load import load
+    from stillframe.restoring.resume import restore
+    from stillframe.retention import KeepBest, KeepEvery, KeepFor, KeepLast
     from stillframe.save.saves import Save
     from stillframe.state.boxes import TensorBox
     from stillframe.state.codecs import register_leaf
@@ -73,7 +74,9 @@ __all__ = [
     "ExistsError",
     "FormatError",
     "IntegrityError",
+    "KeepBest",
     "KeepEvery",
+    "KeepFor",
     "KeepLast",
     "KeeperError",
     "Label",
@@ -94,6 +97,7 @@ __all__ = [
     "VersionError",
     "load",
     "register_leaf",
+    "restore",
     "storable",
 ]
 
@@ -103,11 +107,13 @@ _HOMES = {
     "Checkpoint": "checkpoint.catalog",
     "ELSEWHERE": "format.values",
     "Checkpointer": "checkpointer",
+    "KeepBest": "retention",
     "KeepEvery": "retention",
+    "KeepFor": "retention",
     "KeepLast": "retention",
     "Label": "model",
     "TensorBox": "state.boxes",
-    "BoxReader": "restore.boxes",
+    "BoxReader": "restoring.boxes",
     "Progress": "model",
     "RNG": "state.rng",
     "RestoreReport": "model",
@@ -115,8 +121,9 @@ _HOMES = {
     "Stats": "model",
     "Times": "model",
     "TrainState": "state.train_state",
-    "load": "restore.load",
+    "load": "restoring.load",
     "register_leaf": "state.codecs",
+    "restore": "restoring.resume",
     "storable": "state.walk",
 }
 

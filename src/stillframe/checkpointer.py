@@ -1,9 +1,8 @@
 """The facade: composes the parts that save and restore.  Does no I/O of its own, and encodes nothing.
 
-save()    walk, plan (cached), capture, hand over                     training thread, about a millisecond
-fence()   wait until what save() handed over is copied                training thread, before the update
-stager    live tensors → arena                                        thread of this process
-keeper    arena → segment → seal → manifest                           process of its own
+save()    walk, plan (cached), capture, hand over: about a millisecond of the training thread
+fence()   wait, before the update, until what save() handed over is copied
+stager    a thread of this process: live tensors → arena;  keeper, a process: arena → segment → seal → manifest
 """
 
 from __future__ import annotations
@@ -11,23 +10,26 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, Literal
 
-from stillframe.errors import ConfigError, DeadlineError, KeeperError, StillframeError
+from stillframe.errors import ConfigError, DeadlineError, StillframeError
 from stillframe.link.messages import KeeperConfig
 from stillframe.link.sizing import arena_of
 from stillframe.model import Label, Phase, RestoreReport, Stats, check_choice, check_deadline, check_step
-from stillframe.ranks.agreement import agree_on_attempt, agree_on_next, resolve_root
+from stillframe.ranks.agreement import agree_on_epoch, agree_on_run, resolve_root
 from stillframe.ranks.group import join_group
-from stillframe.restore.resume import Resume
-from stillframe.retention import Keep, check_policy
+from stillframe.restoring.resume import Resume
+from stillframe.retention import Keep, check_policy, encode_policy
 from stillframe.save.capture import Planner
+from stillframe.save.epochs import Epochs
 from stillframe.save.fence import Fence, OptimizerFence
 from stillframe.save.keeper_client import KeeperClient
 from stillframe.save.lifetime import Lifetime
+from stillframe.save.saver import Saver
 from stillframe.save.saves import Save, Saves
+from stillframe.save.seal_count import SealCount
 from stillframe.save.stager import Stager
 from stillframe.save.steps import TakenSteps
 
@@ -49,10 +51,13 @@ class Checkpointer:
     shared: whether all ranks see the same root.  If not, each keeps its own part there; ``{node}`` in the root (it
     becomes the name of the host, or ``STILLFRAME_NODE``) means that they do not.
     deadline_s: how long ranks wait for one another: here, in ``restore``, and before a commit is given up.
+    events: record in ``<root>/run/events`` what happens, for ``stillframe watch``, ``report`` and ``trace``.
 
     Thread: ``restore`` and ``close`` from the training thread; ``save`` from it, or behind a :meth:`hold` from another,
     one at a time; the rest from any.
     """
+
+    _ranks_talk = True
 
     def __init__(
         self,
@@ -67,71 +72,59 @@ class Checkpointer:
         world_size: int | None = None,
         shared: bool | None = None,
         deadline_s: float = 600.0,
+        events: bool = True,
     ) -> None:
         check_choice("on_error", on_error, ("raise", "warn"))
         check_choice("when_busy", when_busy, ("wait", "skip"))
         policy = check_policy(keep)
-        self._group = group = join_group(rank, world_size, check_deadline(deadline_s))
+        self._group = group = join_group(rank, world_size, check_deadline(deadline_s), self._ranks_talk)
         if when_busy == "skip" and group.world_size > 1:
             raise ConfigError("when_busy='skip': ranks would skip different steps; use 'wait', and save less often")
         self._catalog = resolve_root(root, shared, group)
-        is_shared = self._catalog.rank is None
-        attempt = agree_on_attempt(group, self._catalog, policy)
-        self._is_audited = audit
-        self._skips_when_busy = when_busy == "skip"
+        is_shared, run = self._catalog.rank is None, self._name_run(policy)
         self.last_restore: RestoreReport | None = None
         self._saves = Saves(on_error)
-        self._steps = TakenSteps(self._catalog, self._saves, group.world_size > 1)
-        self._planner = Planner(group, attempt, is_shared)
+        self._steps = TakenSteps(self._catalog)
+        self._saves.on_end = self._steps.ended
+        self._planner = Planner(group, is_shared)
         config = KeeperConfig(
-            str(self._catalog.root), attempt, group.rank, group.world_size,
-            keep_last=policy.last, keep_every=policy.every, is_shared=is_shared, deadline_s=deadline_s,
+            str(self._catalog.root), run, group.rank, group.world_size,
+            keep=encode_policy(policy), is_shared=is_shared, deadline_s=deadline_s, has_events=events,
         )  # fmt: skip
-        self._keeper = KeeperClient(config, self._saves, None if is_shared else group.note_sealed)
-        self._stager = Stager(self._saves, self._keeper, *arena_of(arena), None if is_shared else group.complete_step)
-        if audit:
-            self._saves.before_wait = self._stager.fence
+        others = None if is_shared else SealCount(group)
+        self._keeper = KeeperClient(config, self._saves, others, agree_on_epoch(group, self._catalog))
+        self._epochs = Epochs(self._catalog, group, self._keeper, self._steps, self._settle)
+        self._stager = Stager(self._saves, self._keeper, *arena_of(arena), others)
+        self._saves.before_wait = self._stager.fence if audit else None
         self._fence = OptimizerFence(self._stager.fence)
+        self._saver = Saver(
+            self._steps, self._saves, self._planner, self._stager, self._keeper, self._fence,
+            is_audited=audit, skips_when_busy=when_busy == "skip",
+        )  # fmt: skip
         self._lifetime = Lifetime(self._at_exit)
+
+    def _name_run(self, keep: Keep | None) -> str:
+        return agree_on_run(self._group, self._catalog, keep)
 
     # --- saving ----------------------------------------------------------------------------
 
-    def save(self, step: int, state: Any, *, label: Label | None = None) -> Save:
+    def save(
+        self, step: int, state: Any, *, metadata: Mapping[str, Any] | None = None, label: Label | None = None
+    ) -> Save:
         """Request a checkpoint of ``state`` as it is now.
 
         ``state`` is any nesting of dict, list and tuple with tensors, numpy arrays, plain Python values, and objects
         that have ``state_dict`` and ``load_state_dict``.  Parameters, optimizer state and tensors that stand in it by
         themselves are copied in the background: change them only in ``optimizer.step()`` or behind a :meth:`fence`.
+        ``metadata``: small plain values, such as a loss, that ``KeepBest`` and people judge the checkpoint by.
         ``label``: a directory of small files that appears with the checkpoint, for those who look for it by a name.
 
         Blocks: for about a millisecond; never for I/O.
         Raises: :class:`ConfigError`, :class:`ExistsError`, :class:`UnsupportedStateError` (nothing was saved), and
         the error of an earlier save that failed since (this one was not taken).
         """
-        began = time.monotonic()
         self._lifetime.check_open("save")
-        step = check_step(step)
-        self._steps.check_free(step)
-        try:
-            self._saves.raise_untold()
-            request = self._planner.request(step, state)
-        except StillframeError as error:
-            self._keeper.report_unsaved(step, error)
-            raise
-        plan = request.plan
-        if self._skips_when_busy and self._stager.is_busy(len(plan.chunks)):
-            return self._saves.skip(step, began)
-        captured = request.capture()
-        audit = self._stager.begin_audit(captured) if self._is_audited else None
-        save = self._saves.begin(step, plan.data_bytes, began)
-        try:
-            self._steps.take(step)
-            self._saves.returned(save, plan.captured_bytes, time.monotonic() - began)
-            self._stager.submit(save, captured, audit, label)  # last: from here on the stager competes for the GIL
-        except BaseException as error:  # Ctrl-C just here: a save that nobody stages must not be waited for
-            self._saves.fail(save.number, KeeperError(f"it was interrupted: {error!r}"))
-            raise
-        return save
+        return self._saver.save(check_step(step), state, metadata, label)
 
     def fence(self) -> Fence:
         """Wait until every save requested so far has been copied; then the state may change.
@@ -192,8 +185,8 @@ class Checkpointer:
         """Put a checkpoint into the live objects of ``state``, in place, every byte verified.
 
         Without ``step``: the newest committed one; ``None`` if there is none.  A damaged one is passed over, with a
-        warning, and never offered again.  With ``step``: that one, or an error.  ``strict=False`` restores what
-        matches; :attr:`last_restore` says what did not.
+        warning.  With ``step``: that one, or an error.  ``strict=False`` restores what matches; :attr:`last_restore`
+        says what did not.  What is saved from here on goes on from it.
 
         Of several ranks all restore the same step, and none touches anything before it fits on all.  A checkpoint of
         another number of ranks, or divided differently, is read as far as this rank needs it.  Per-rank values (RNG,
@@ -205,27 +198,31 @@ class Checkpointer:
         """
         self._lifetime.check_open("restore")
         resume = Resume(self._catalog, self._group, state, None if step is None else check_step(step), strict)
-        self._steps.look_again()
         try:
-            return resume.run(self._settle)
+            save = resume.run(self._epochs.beginning())
+        except BaseException:
+            self._epochs.keep_on()
+            raise
         finally:
             self.last_restore = resume.report or self.last_restore
             self._keeper.report_restore(resume.report)
+        self._epochs.resume(save)
+        return None if save is None else save.step
+
+    def rewind(self, step: int) -> None:
+        """Go back: from now on training goes on from ``step``, and the steps after it are left behind.
+
+        They never win again, not after a crash either, and go when retention comes by.  Then call :meth:`restore`,
+        which gives that step.  Every rank calls this.  Blocks until it is durable.
+        Raises: :class:`NotFoundError`, :class:`StorageError`, :class:`BusyError`.
+        """
+        self._lifetime.check_open("rewind")
+        self._epochs.rewind(check_step(step))
 
     def _settle(self) -> None:
         """Before a restore: the root is ours, and what we saved is committed."""
         self._keeper.wait_ready()
         self.wait("committed")
-
-    # --- asking ----------------------------------------------------------------------------
-
-    def next_step(self) -> int:
-        """One more than the greatest step in the root, the same on every rank: for saves that nobody numbers.
-
-        Blocks until every rank asks and every save is committed, also those of a run that was just killed.
-        """
-        self._lifetime.check_open("next_step")
-        return agree_on_next(self._group, self._catalog, self._settle)
 
     def stats(self) -> Stats:
         """What has happened since this checkpointer was made."""

@@ -167,17 +167,31 @@ def test_restore_passes_over_a_damaged_step_and_takes_the_older_one_exactly(root
 
 
 @every_damage
-def test_a_damaged_step_is_never_offered_again_and_its_number_is_free(root: Path, damage: Damage) -> None:
+def test_a_damaged_step_is_passed_over_each_time_and_left_as_it_is(root: Path, damage: Damage) -> None:
+    damage.apply(root)
+    before = {path: path.read_bytes() for path in layout.step_dir(root, 2).iterdir()}
+    for _ in range(2):
+        with Checkpointer(root) as checkpointer:
+            restore_quietly(checkpointer, make_state(99))
+            assert checkpointer.last_restore is not None
+            assert [skipped.step for skipped in checkpointer.last_restore.skipped] == [2]
+    assert {path: path.read_bytes() for path in layout.step_dir(root, 2).iterdir()} == before
+
+
+@every_damage
+def test_the_number_of_a_damaged_step_is_free_and_what_is_saved_under_it_counts(root: Path, damage: Damage) -> None:
     damage.apply(root)
     anew = {**make_state(2), "step": -2}
     with Checkpointer(root) as checkpointer:
         restore_quietly(checkpointer, make_state(99))
-        assert Catalog(root).steps() == [1]
         checkpointer.save(2, anew)
         checkpointer.wait()
+    assert Catalog(root).steps() == [1, 2]
     state = make_state(99)
     with Checkpointer(root) as checkpointer:
         assert checkpointer.restore(state) == 2
+        assert checkpointer.last_restore is not None
+        assert checkpointer.last_restore.skipped == ()
     assert_same(state, anew)
 
 

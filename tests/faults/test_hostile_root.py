@@ -18,11 +18,11 @@ import pytest
 import torch
 
 from stillframe import Catalog, Checkpointer, KeepLast, Label, StillframeError, load
+from stillframe.checkpoint import epochs
 from stillframe.checkpoint.survey import survey
-from stillframe.keeper import prune
+from stillframe.keeper.retention import Pruner
 from stillframe.observe.doctor import examine
 from stillframe.observe.history import histories
-from stillframe.retention import Keep
 from tests import layout
 
 NEXT = 3
@@ -91,10 +91,11 @@ def look(root: Path) -> None:
     for command in (survey, examine, histories, load, lambda place: load(place, 2)):
         with contextlib.suppress(StillframeError):
             command(root)
-    with contextlib.suppress(StillframeError):
-        prune.prune(Catalog(root), KeepLast(1) | Keep())
-    with contextlib.suppress(StillframeError):
-        prune.remove_leftovers(Catalog(root))
+    for policy in (KeepLast(1), None):
+        with contextlib.suppress(StillframeError):
+            catalog = Catalog(root)
+            epoch = epochs.claim(catalog, "ffffffff", 0)
+            Pruner(catalog, policy, 0, True, lambda epoch=epoch: epoch).prune()  # type: ignore[misc]
 
 
 @pytest.mark.timeout(300)
@@ -111,6 +112,7 @@ def test_in_the_place_of_every_file(whole: Path, tmp_path: Path, thing: str) -> 
             if path.is_dir():
                 shutil.rmtree(path)
             path.unlink(missing_ok=True)
+            path.parent.mkdir(exist_ok=True)
             THINGS[thing](path, outside)
         before = contents(outside)
         with warnings.catch_warnings():

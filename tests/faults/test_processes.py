@@ -279,8 +279,8 @@ def test_close_with_a_deadline_gives_up_what_cannot_be_staged(tmp_path: Path) ->
 
 
 def test_a_keeper_that_makes_no_progress_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stillframe.save.keeper_client.STALL_S", 0.5)
-    monkeypatch.setattr("stillframe.save.keeper_client._WATCH_MS", 100)
+    monkeypatch.setattr("stillframe.save.keeper_process.STALL_S", 0.5)
+    monkeypatch.setattr("stillframe.save.keeper_process._WATCH_MS", 100)
     with Checkpointer(tmp_path, arena="32MiB") as checkpointer:
         checkpointer.save(0, {"weights": torch.zeros(12_000_000)}).wait()
         stop_keeper(checkpointer)

@@ -389,7 +389,7 @@ def test_a_root_removed_under_a_save_fails_it_and_the_next_one_works(tmp_path: P
     tensor = torch.arange(48 * MIB, dtype=torch.float32)  # many times the arena: the keeper is stopped half-way
     with Checkpointer(root, arena="32MiB") as checkpointer:
         save = checkpointer.save(1, {"tensor": tensor})
-        until(lambda: layout.unfinished_files(root), "the first file")
+        until(lambda: layout.has_begun(root, 1, rank=0), "the first file")
         keeper = checkpointer.keeper_pid
         assert keeper is not None
         os.kill(keeper, signal.SIGSTOP)

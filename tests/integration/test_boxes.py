@@ -11,18 +11,13 @@ import torch
 
 from stillframe import (
     BoxReader,
-    Catalog,
     Checkpointer,
     ConfigError,
-    ExistsError,
     FormatError,
-    KeepLast,
-    Label,
     TensorBox,
     load,
     storable,
 )
-from tests import layout
 
 WHOLE = torch.arange(60, dtype=torch.float32).view(6, 10)
 
@@ -100,74 +95,6 @@ def test_a_hold_keeps_updates_back_until_it_is_released(tmp_path: Path) -> None:
         checkpointer.wait()
     assert torch.equal(load(tmp_path)["w"], torch.zeros(1000))
     assert torch.equal(weight.detach(), -torch.ones(1000))
-
-
-def test_the_next_step_comes_after_everything_in_the_root(tmp_path: Path) -> None:
-    with Checkpointer(tmp_path) as checkpointer:
-        assert checkpointer.next_step() == 0
-        checkpointer.save(41, {"n": 1})
-        assert checkpointer.next_step() == 42
-    with Checkpointer(tmp_path) as checkpointer:
-        assert checkpointer.next_step() == 42
-
-
-def test_a_label_appears_with_the_checkpoint_and_not_before(tmp_path: Path) -> None:
-    label = Label("best", ("a.pt", "b.pt"), b"look in step 5", is_latest=True)
-    with Checkpointer(tmp_path) as checkpointer:
-        checkpointer.save(5, {"w": WHOLE}, label=label).wait()
-        assert sorted(path.name for path in (tmp_path / "best").iterdir()) == ["a.pt", "b.pt", layout.LABEL]
-        assert (tmp_path / "best" / "b.pt").read_bytes() == b"look in step 5"
-        assert (tmp_path / "latest").read_text() == "best"
-        with pytest.raises(ExistsError, match="best"):
-            checkpointer.save(6, {"w": WHOLE}, label=label).wait()
-        checkpointer.save(7, {"w": WHOLE}, label=Label("other"))
-        checkpointer.wait()
-        assert (tmp_path / "latest").read_text() == "best"
-    assert Catalog(tmp_path).steps() == [5, 7]
-    assert not layout.unfinished_files(tmp_path)
-
-
-def test_a_label_goes_with_its_checkpoint_and_not_the_other_way_round(tmp_path: Path) -> None:
-    with Checkpointer(tmp_path, keep=KeepLast(2)) as checkpointer:
-        for step in (1, 2):
-            checkpointer.save(step, {"w": WHOLE}, label=Label(f"tag{step}", ("x",)))
-        checkpointer.wait()
-        (tmp_path / "tag2").rename(tmp_path / "moved")
-        (tmp_path / "tag2").mkdir()
-        (tmp_path / "tag2" / "mine").write_text("not of stillframe")
-        checkpointer.save(3, {"w": WHOLE}, label=Label("tag3"))
-        checkpointer.wait()
-        assert Catalog(tmp_path).steps() == [2, 3]
-        assert not (tmp_path / "tag1").exists()
-        checkpointer.save(4, {"w": WHOLE})
-        checkpointer.save(5, {"w": WHOLE})
-    assert Catalog(tmp_path).steps() == [4, 5]
-    assert (tmp_path / "tag2" / "mine").exists()
-    assert not (tmp_path / "tag3").exists()
-
-
-def test_a_label_of_a_run_that_died_right_after_its_commit_is_published_by_the_next(tmp_path: Path) -> None:
-    with Checkpointer(tmp_path) as checkpointer:
-        checkpointer.save(5, {"w": WHOLE}, label=Label("best", ("a.pt",), b"5", is_latest=True)).wait()
-    layout.unpublish_label(tmp_path, 5, "best")
-    layout.unfinished_label(tmp_path, 9).mkdir()  # of a step that was never committed
-    with Checkpointer(tmp_path) as checkpointer:
-        checkpointer.save(6, {"w": WHOLE}, label=Label("next"))
-    assert (tmp_path / "best" / "a.pt").read_bytes() == b"5"
-    assert (tmp_path / "latest").read_text() == "best"
-    assert Catalog(tmp_path).steps() == [5, 6]
-    assert not layout.unfinished_files(tmp_path)
-
-
-@pytest.mark.parametrize("name", ["best of 3", *layout.FREE_NAMES])
-def test_most_names_can_be_labels(name: str) -> None:
-    assert Label(name).name == name
-
-
-@pytest.mark.parametrize("name", ["", "a/b", "..", ".x", *layout.TAKEN_NAMES, 5])
-def test_a_label_is_a_plain_name(name: object) -> None:
-    with pytest.raises(ConfigError, match="cannot name a label"):
-        Label(name)  # type: ignore[arg-type]
 
 
 def test_storable() -> None:

@@ -13,6 +13,7 @@ import torch
 
 import stillframe
 from stillframe import Checkpointer
+from stillframe.save.fence import hook
 from tests.support import assert_same, make_model, train_step
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -145,11 +146,14 @@ def test_what_changes_in_forward_is_captured_by_save_itself(tmp_path: Path) -> N
 def test_closing_removes_the_hook(tmp_path: Path) -> None:
     from torch.optim.optimizer import _global_optimizer_pre_hooks
 
+    others = hook.fences  # of DCP's lazy saves in this process, which share the hook
     before = len(_global_optimizer_pre_hooks)
     checkpointer = Checkpointer(tmp_path)
-    assert len(_global_optimizer_pre_hooks) == before + 1
+    assert len(hook.fences) == len(others) + 1
+    assert len(_global_optimizer_pre_hooks) == before + (not others)
     checkpointer.close()
     checkpointer.close()
+    assert hook.fences == others
     assert len(_global_optimizer_pre_hooks) == before
 
 

@@ -74,16 +74,20 @@ def test_a_step_is_saved_only_once(tmp_path: Path) -> None:
     assert stillframe.load(tmp_path, 1) == {"a": 1}
 
 
-def test_a_checkpoint_that_appears_meanwhile_is_never_overwritten(tmp_path: Path) -> None:
+def test_a_checkpoint_that_somebody_has_moved_in_is_never_overwritten(tmp_path: Path) -> None:
+    """Of an epoch that this root knows nothing of: the next run has a later one."""
     with Checkpointer(tmp_path / "a") as other:
         other.save(1, {"whose": "theirs"}).wait()
+    (tmp_path / "b").mkdir()
+    moved = layout.move_step(tmp_path / "a", 1, tmp_path / "b")
+    before = {path.name: path.read_bytes() for path in moved.iterdir()}
     with Checkpointer(tmp_path / "b") as checkpointer:
-        checkpointer.save(0, {"whose": "ours"}).wait()
-        layout.move_step(tmp_path / "a", 1, tmp_path / "b")
-        save = checkpointer.save(1, {"whose": "ours"})
         with pytest.raises(stillframe.ExistsError):
-            save.wait()
+            checkpointer.save(1, {"whose": "ours"})
+        checkpointer.save(2, {"whose": "ours"}).wait()
+    assert {path.name: path.read_bytes() for path in moved.iterdir()} == before
     assert stillframe.load(tmp_path / "b", 1) == {"whose": "theirs"}
+    assert Catalog(tmp_path / "b").steps() == [1, 2]
     assert leftovers(tmp_path / "b") == []
 
 

@@ -93,7 +93,7 @@ def test_a_root_of_ranks_that_did_not_share_it_is_no_fresh_start(tmp_path: Path)
     state = {"x": torch.ones(3)}
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1, state).wait()
-    layout.commit_alone(tmp_path, 1, rank=1)
+    layout.unshare(tmp_path, 1)
     before = layout.files_of(tmp_path, 1)
     with Checkpointer(tmp_path) as checkpointer, pytest.raises(MismatchError, match="did not share their roots"):
         checkpointer.restore(state)

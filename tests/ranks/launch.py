@@ -2,25 +2,38 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from types import TracebackType
 
 HERE = Path(__file__).parent
 SOURCE = HERE.parent.parent
 LAUNCH_S = 120.0
+_BUILD_S = 300.0
 _END_S = 45.0
 """Longer than torchrun gives its workers."""
+
+
+def remove_stale_build_locks() -> None:
+    """Of torch's extension builds: a process killed while it built one leaves a lock that all others wait for."""
+    home = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions")
+    for lock in home.glob("**/lock"):
+        with contextlib.suppress(OSError):
+            if time.time() - lock.stat().st_mtime > _BUILD_S:
+                lock.unlink()
 
 
 class Launch:
     """A torchrun in the background; its output is gathered in a file, and it never outlives the ``with``."""
 
     def __init__(self, ranks: int, worker: str, *args: object, max_restarts: int = 0, **env: str) -> None:
+        remove_stale_build_locks()
         self._output = tempfile.TemporaryFile("w+")
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         command += ["--nproc-per-node", str(ranks), "--max-restarts", str(max_restarts), "--monitor-interval", "0.1"]

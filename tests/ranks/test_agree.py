@@ -148,7 +148,10 @@ def test_a_steady_save_makes_no_collective_and_waits_for_nobody(said: Said) -> N
 
 def test_roots_that_are_not_shared_agree_on_what_all_have_sealed(said: Said) -> None:
     for rank in (0, 1):
-        kept, restored, saved, again = said[rank, "unshared"]
+        kept, *alone, restored, saved, again = said[rank, "unshared"]
+        assert len(alone) == rank
+        for line in alone:
+            assert re.search("DeadlineError.*step 5 is not committed: rank 0 of 2 did not seal it within 10 s", line)
         assert kept in ("kept [2, 3, 4]", "kept [3, 4]")
         assert restored == f"restored 4 [4.0] {{'rank': {rank}}}"
         assert saved == "ok None"

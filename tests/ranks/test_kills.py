@@ -80,7 +80,7 @@ def check_whole(root: Path, steps: list[int]) -> None:
     assert Catalog(root).steps() == steps
     for step in steps:
         with Catalog(root).open(step) as checkpoint:
-            layout.assert_of_one_save(checkpoint.manifest)
+            layout.assert_of_one_save(checkpoint)
             assert len(checkpoint.manifest.ranks) == checkpoint.world_size
         stillframe.load(root, step)
 
@@ -129,10 +129,10 @@ def test_a_rank_killed_in_mid_save_leaves_no_checkpoint_and_nobody_waiting(
     assert Catalog(tmp_path).steps() == [1]
     assert resume(pair, tmp_path, ballast=BALLAST) == 1
     assert pair.ask("digest") == saved
-    assert leftovers(tmp_path) == []
     pair.step(2)
     pair.close()
     check_whole(tmp_path, [1, 2])
+    assert leftovers(tmp_path) == []
 
 
 def test_of_four_ranks_those_that_died_are_named_to_all_and_two_can_go_on(pair: Crew, tmp_path: Path) -> None:
@@ -151,10 +151,10 @@ def test_of_four_ranks_those_that_died_are_named_to_all_and_two_can_go_on(pair: 
             assert "ranks 1, 3 ended" in str(error_of(crew[number], 2))
             crew[number].ask("close")
     assert resume(pair, tmp_path) == 1
-    assert leftovers(tmp_path) == []
     pair.step(2)
     pair.close()
     check_whole(tmp_path, [1, 2])
+    assert leftovers(tmp_path) == []
 
 
 @pytest.mark.parametrize("killed", [[1], [0, 1]])
@@ -225,6 +225,8 @@ def test_a_keeper_of_a_dead_run_that_comes_late_mixes_nothing(pair: Crew, tmp_pa
     check_whole(tmp_path, [1, 2, 3, 4])
     with stillframe.Checkpointer(tmp_path) as alone:
         assert alone.restore(state) == 4
+        alone.save(5, state)
+    check_whole(tmp_path, [1, 2, 3, 4, 5])
     assert len(layout.files_of(tmp_path, 2)) == 3  # manifest, segment and seal: what came late is swept
     assert leftovers(tmp_path) == []
 
@@ -252,8 +254,8 @@ def test_a_run_that_waited_for_a_late_keeper_has_its_files_swept(pair: Crew, tmp
     for step in (3, 4):
         pair.step(step)
         pair.ask("wait")
-    assert leftovers(tmp_path) == []
     pair.close()
+    assert leftovers(tmp_path) == []
     check_whole(tmp_path, [1, 3, 4])
 
 
@@ -289,8 +291,10 @@ def test_a_killed_keeper_fails_its_step_on_all_ranks_and_the_next_save_commits(
     pair.close()
     check_whole(tmp_path, [1, 3])
     assert resume(pair, tmp_path, "ddp") == 3
-    assert leftovers(tmp_path) == []
+    pair.step(4)
     pair.close()
+    check_whole(tmp_path, [1, 3, 4])
+    assert leftovers(tmp_path) == []
 
 
 # --- ranks that are late -----------------------------------------------------------------------
@@ -377,13 +381,13 @@ def test_damage_that_one_rank_finds_makes_all_step_back_together(pair: Crew, tmp
         file.seek(-1, os.SEEK_CUR)
         file.write(bytes([byte ^ 1]))
     pair.begin(tmp_path, "fsdp", BALLAST)
-    for step, told in pair.ask("restore"):
-        assert step == 1
-        assert len(told) == 1
-        assert "step 2 is damaged and passed over" in told[0]
-        assert "on rank 1: " in told[0]
-    assert pair.ask("digest") == saved
-    assert pair.ask("restore") == [(1, []), (1, [])]
+    for _ in range(2):  # each time: nothing is written because something was read
+        for step, told in pair.ask("restore"):
+            assert step == 1
+            assert len(told) == 1
+            assert "step 2 is damaged and passed over" in told[0]
+            assert "on rank 1: " in told[0]
+        assert pair.ask("digest") == saved
     pair.step(2)
     pair.close()
     check_whole(tmp_path, [1, 2])

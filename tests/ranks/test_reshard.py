@@ -21,8 +21,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import stillframe
 from stillframe.checkpoint.catalog import Catalog
-from stillframe.format.names import step_dir
 from stillframe.state.dtypes import DTYPE_NAMES
+from tests import layout
 from tests.property.states import examples
 from tests.ranks import reshard_worker
 from tests.ranks.launch import LAUNCH_S, Launch
@@ -180,8 +180,9 @@ class Drawing:
     def _give(self, step: int, source: Path, to: Path) -> None:
         """A whole checkpoint appears in another root at once."""
         to.mkdir(exist_ok=True)
-        shutil.copytree(source / step_dir(step), to / "copying")
-        os.rename(to / "copying", to / step_dir(step))
+        found = layout.step_dir(source, step)
+        shutil.copytree(found, to / "copying")
+        os.rename(to / "copying", to / found.name)
 
     def end(self) -> None:
         for world in self._used:

@@ -1,65 +1,69 @@
-"""Counting seals: what the coordinator and the members do with what they find in a step's directory."""
+"""Counting seals: what the coordinator and the members do with what they find of a save."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import stat
-import threading
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from stillframe import Catalog
 from stillframe.checkpoint.lock import Life, RootLock, life_of
-from stillframe.errors import DeadlineError, ExistsError, KeeperError, StateError, StorageError
-from stillframe.format import names, records
-from stillframe.format.digest import digest
-from stillframe.format.records import Failure, SealDraft, Team
-from stillframe.format.segment import encode_header
-from stillframe.format.tree import DictNode, RankBox, ShardedNode
-from stillframe.keeper.commit import Coordinator, Member, Terms
-from stillframe.keeper.segment import SegmentWriter, report_failure
-from stillframe.link.messages import Begin
+from stillframe.checkpoint.removal import remove_all, set_aside
+from stillframe.errors import (
+    BusyError,
+    DeadlineError,
+    ExistsError,
+    FormatError,
+    KeeperError,
+    StateError,
+    StorageError,
+)
+from stillframe.format import names
+from stillframe.format.epochs import Outcome
+from stillframe.format.records import Failure
+from stillframe.keeper.commit import Coordinator, Member, UpdateCounts
+from stillframe.keeper.outcomes import OutcomeBook, read_outcome
+from stillframe.keeper.segment import report_failure
+from stillframe.model import SaveId
 from stillframe.store.calls import Calls
+from stillframe.store.memory import Fault, MemoryBackend, MemoryStore
 from stillframe.store.posix import PosixStore
+from tests.unit.saved import OTHER, RUN, STEP, begun, sealed, terms, unsealed
 
-ATTEMPT = "0123abcd"
-STEP = 7
-
-
-def sealed(
-    root: Path | PosixStore, rank: int, world_size: int = 3, attempt: str = ATTEMPT, tensors: tuple[str, ...] = ()
-) -> SegmentWriter:
-    """A rank's part of the step, without data, as its keeper leaves it."""
-    flush = unsealed(root, rank, world_size, attempt, tensors)
-    flush.seal()
-    return flush
-
-
-def unsealed(
-    root: Path | PosixStore, rank: int, world_size: int, attempt: str = ATTEMPT, tensors: tuple[str, ...] = ()
-) -> SegmentWriter:
-    nodes = [ShardedNode(name, "F32", (4,), [RankBox(rank, (rank,), (1,))]) for name in tensors]
-    teams = [Team(digest(b"all"), world_size, digest(repr(tensors).encode()))] if tensors else []
-    draft = SealDraft(
-        STEP, rank, world_size, attempt, records.encode_shards([]),
-        records.encode_tree(DictNode(list(tensors), list(nodes))), msgspec.Raw(b"[]"), teams,
-    )  # fmt: skip
-    header = encode_header([], {})
-    begin = Begin(1, STEP, 0.0, len(header), 0, 0, "", ())
-    return SegmentWriter(begin, header, draft, Catalog(root), threading.Lock())
-
-
-def terms(root: Path, world_size: int = 3, deadline_s: float = 60.0) -> Terms:
-    return Terms(PosixStore(root), ATTEMPT, world_size, deadline_s)
+SAVE = SaveId(STEP)
 
 
 def coordinator(
-    root: Path, world_size: int = 3, deadline_s: float = 60.0, tensors: tuple[str, ...] = ()
+    root: Path,
+    world_size: int = 3,
+    deadline_s: float = 60.0,
+    tensors: tuple[str, ...] = (),
+    updates: int | None = None,
+    counts: UpdateCounts | None = None,
 ) -> Coordinator:
-    flush = sealed(root, 0, world_size, tensors=tensors)
-    return Coordinator(flush, terms(root, world_size, deadline_s), has_locks=True)
+    save = sealed(root, 0, world_size, tensors=tensors, updates=updates)
+    return Coordinator(save, terms(root, world_size, deadline_s), True, counts or UpdateCounts())
+
+
+def member(root: Path, deadline_s: float = 60.0) -> Member:
+    """Rank 1 of 2."""
+    return Member(sealed(root, 1, 2), terms(root, 2, deadline_s), has_locks=True)
+
+
+def manifest(root: Path) -> Path:
+    return Catalog(root).dir(SAVE) / names.MANIFEST
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A member that sees a manifest waits no longer to be told of it."""
+    monkeypatch.setattr("stillframe.keeper.commit._UNTOLD_S", 0.0)
+
+
+# --- rank 0 ------------------------------------------------------------------------------------
 
 
 def test_it_commits_when_every_rank_has_sealed_and_not_before(tmp_path: Path) -> None:
@@ -71,130 +75,70 @@ def test_it_commits_when_every_rank_has_sealed_and_not_before(tmp_path: Path) ->
     sealed(tmp_path, 1)
     assert commit.poll(is_orphan=False)
     with Catalog(tmp_path).open(STEP) as checkpoint:
+        assert checkpoint.save == SAVE
         assert checkpoint.ranks == [0, 1, 2]
         assert [checkpoint.of(rank).seal.rank for rank in checkpoint.ranks] == [0, 1, 2]
 
 
 def test_seals_of_another_attempt_do_not_count(tmp_path: Path) -> None:
-    commit = coordinator(tmp_path, 2)
-    sealed(tmp_path, 1, 2, attempt="ffffffff")
-    assert not commit.poll(is_orphan=False)
+    commit = coordinator(tmp_path, 2, deadline_s=0.0)
+    sealed(tmp_path, 1, 2, attempt=2)
+    with pytest.raises(DeadlineError, match="rank 1 has sealed it as attempt 2, rank 0 as attempt 1"):
+        commit.poll(is_orphan=False)
     assert not Catalog(tmp_path).steps()
 
 
-def test_a_manifest_of_another_run_is_never_replaced(tmp_path: Path) -> None:
+def test_a_seal_that_somebody_has_put_there_from_another_save_is_refused(tmp_path: Path) -> None:
     commit = coordinator(tmp_path, 2)
-    member = Member(sealed(tmp_path, 1, 2), terms(tmp_path, 2), has_locks=True)
-    manifest = Catalog(tmp_path).dir(STEP) / names.MANIFEST
-    manifest.write_bytes(b'{"attempt":"ffffffff"}')
+    other = sealed(tmp_path, 1, 2, attempt=2).identify()
+    shutil.copy(Catalog(tmp_path).dir(other) / names.seal(1), Catalog(tmp_path).dir(SAVE) / names.seal(1))
+    with pytest.raises(FormatError, match="is the seal of step 7 of epoch 1, attempt 2"):
+        commit.poll(is_orphan=False)
+    assert not Catalog(tmp_path).steps()
+
+
+def test_a_manifest_that_is_there_is_never_replaced(tmp_path: Path) -> None:
+    commit = coordinator(tmp_path, 2)
+    sealed(tmp_path, 1, 2)
+    manifest(tmp_path).write_bytes(b"not this one")
     with pytest.raises(ExistsError):
         commit.poll(is_orphan=False)
-    with pytest.raises(ExistsError, match="another run"):
-        member.poll(is_orphan=False)
-    assert manifest.read_bytes() == b'{"attempt":"ffffffff"}'
+    assert manifest(tmp_path).read_bytes() == b"not this one"
+    assert commit.save.is_promised, "whose files these are nobody can tell"
 
 
-def test_a_member_sees_the_manifest(tmp_path: Path) -> None:
-    commit = coordinator(tmp_path, 2)
-    member = Member(sealed(tmp_path, 1, 2), terms(tmp_path, 2), has_locks=True)
-    assert not member.poll(is_orphan=False)
-    assert commit.poll(is_orphan=False)
-    assert member.poll(is_orphan=False)
+def test_a_manifest_that_an_earlier_keeper_of_the_same_save_has_put_is_this_one(tmp_path: Path) -> None:
+    """It says only what the seals say."""
+    for _ in range(2):
+        commit = coordinator(tmp_path, 2)
+        sealed(tmp_path, 1, 2)
+        assert commit.poll(is_orphan=False)
 
 
-def test_a_member_that_looks_late_sees_that_there_was_a_manifest(tmp_path: Path) -> None:
-    commit = coordinator(tmp_path, 2)
-    member = Member(sealed(tmp_path, 1, 2), terms(tmp_path, 2), has_locks=True)
-    assert commit.poll(is_orphan=False)
-    manifest = Catalog(tmp_path).dir(STEP) / names.MANIFEST
-    manifest.rename(manifest.with_name(names.pruned_manifest()))
-    assert member.poll(is_orphan=False)
+def test_a_commit_is_not_reported_once_another_run_has_taken_over(tmp_path: Path) -> None:
+    commit, other = coordinator(tmp_path, 2), member(tmp_path)
+    begun(tmp_path, OTHER)
+    with pytest.raises(BusyError, match="another run has taken over"):
+        commit.poll(is_orphan=False)
+    assert commit.save.is_promised, "the other run may have chosen it"
+    assert Catalog(tmp_path).is_committed(SAVE)
+    assert not other.poll(is_orphan=False)
+    other._seen_s = 0.0  # it has waited long enough to be told
+    with pytest.raises(BusyError, match="another run has taken over"):
+        other.poll(is_orphan=False)
 
 
 def test_a_rank_that_reports_a_failure_ends_the_wait(tmp_path: Path) -> None:
     commit = coordinator(tmp_path)
-    report_failure(Catalog(tmp_path), Failure(STEP, 2, ATTEMPT, "StorageError", "no space left"))
+    report_failure(Catalog(tmp_path), Failure(SAVE, 2, "StorageError", "no space left"))
     with pytest.raises(StorageError, match="step 7 is not committed: rank 2 could not save it: no space left"):
         commit.poll(is_orphan=False)
-
-
-def test_a_member_takes_back_its_files_only_on_the_word_of_rank_0(tmp_path: Path) -> None:
-    late = Member(sealed(tmp_path, 1, 2), terms(tmp_path, 2, deadline_s=-20.0), has_locks=True)
-    late.save.is_promised = True
-    with pytest.raises(DeadlineError, match="rank 0 did not commit it"):
-        late.poll(is_orphan=False)
-    assert late.save.is_promised
-    report_failure(Catalog(tmp_path), Failure(STEP, 0, ATTEMPT, "StateError", "they differ"))
-    with pytest.raises(StateError, match="they differ"):
-        late.poll(is_orphan=False)
-    assert not late.save.is_promised
-
-
-class Failing(Calls):
-    """The directory's fsync fails once a name is there."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def fsync(self, fd: int) -> None:
-        super().fsync(fd)
-        if stat.S_ISDIR(os.fstat(fd).st_mode) and self._name in os.listdir(fd):
-            raise OSError(5, "Input/output error")
-
-
-def test_a_seal_is_promised_from_its_rename_on(tmp_path: Path) -> None:
-    """The directory's fsync fails after it: rank 0 may have counted the seal all the same."""
-    save = unsealed(PosixStore(tmp_path, calls=Failing(names.seal(1, ATTEMPT))), 1, 2)
-    save.is_counted = True
-    with pytest.raises(StorageError):
-        save.seal()
-    assert save.is_promised
-
-
-def test_a_manifest_whose_fsync_fails_is_taken_back(tmp_path: Path) -> None:
-    save = unsealed(PosixStore(tmp_path, calls=Failing(names.MANIFEST)), 0, 1)
-    save.seal()
-    with pytest.raises(StorageError):
-        save.commit([save.entry])
-    assert not Catalog(tmp_path).steps()
-    assert not save.is_promised
-
-
-def test_files_stay_where_nobody_can_tell_whether_a_manifest_names_them(tmp_path: Path) -> None:
-    class Stuck(Failing):
-        def unlink(self, name: str, dir_fd: int) -> None:
-            if name == names.MANIFEST:
-                raise OSError(5, "Input/output error")
-            super().unlink(name, dir_fd)
-
-    save = unsealed(PosixStore(tmp_path, calls=Stuck(names.MANIFEST)), 0, 1)
-    save.seal()
-    with pytest.raises(StorageError):
-        save.commit([save.entry])
-    assert save.is_promised
-
-
-def test_a_manifest_that_is_set_aside_while_a_member_looks_is_found(tmp_path: Path) -> None:
-    commit = coordinator(tmp_path, 2)
-
-    class Slow(Calls):
-        """Between the two looks, retention comes by."""
-
-        def open(self, name: str, flags: int, dir_fd: int | None = None) -> int:
-            if name == names.MANIFEST and (Catalog(tmp_path).dir(STEP) / name).exists():
-                assert Catalog(tmp_path).set_aside(STEP, Catalog(tmp_path).key(STEP, names.pruned_manifest()))
-            return super().open(name, flags, dir_fd)
-
-    store = PosixStore(tmp_path, calls=Slow())
-    member = Member(sealed(tmp_path, 1, 2), Terms(store, ATTEMPT, 2, 60.0), has_locks=True)
-    assert commit.poll(is_orphan=False)
-    assert member.poll(is_orphan=False)
 
 
 def test_the_deadline_names_the_missing_ranks_and_what_they_did_instead(tmp_path: Path) -> None:
     commit = coordinator(tmp_path, 4, deadline_s=-1.0)
     sealed(tmp_path, 1, 4)
-    other = tmp_path / names.step_dir(9) / names.seal(2, ATTEMPT)
+    other = Catalog(tmp_path).dir(SaveId(9)) / names.seal(2)
     other.parent.mkdir()
     other.touch()
     with pytest.raises(DeadlineError, match=r"ranks 2-3 of 4 did not seal it .* \(rank 2 has sealed step 9"):
@@ -205,27 +149,27 @@ def test_a_keeper_that_is_gone_ends_the_wait_long_before_the_deadline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("stillframe.keeper.commit._LOOK_AT_LOCKS_S", 0.0)
-    lock = RootLock(PosixStore(tmp_path), 1, ATTEMPT)
+    lock = RootLock(PosixStore(tmp_path), 1, RUN)
     lock.acquire()
     commit = coordinator(tmp_path, 2)
-    assert life_of(PosixStore(tmp_path), 1, ATTEMPT) is Life.ALIVE
+    assert life_of(PosixStore(tmp_path), 1, RUN) is Life.ALIVE
     assert not commit.poll(is_orphan=False)
     assert not commit.poll(is_orphan=False)
     lock.release()
-    assert life_of(PosixStore(tmp_path), 1, ATTEMPT) is Life.GONE
+    assert life_of(PosixStore(tmp_path), 1, RUN) is Life.GONE
     assert not commit.poll(is_orphan=False)  # its seal may have come between the listing and this look
     assert not commit.poll(is_orphan=False)  # its trainer may start another and save the step yet
     monkeypatch.setattr("stillframe.keeper.commit._ABSENT_S", -1.0)
     with pytest.raises(KeeperError, match="rank 1 ended without saving it; every rank must save the same steps"):
         commit.poll(is_orphan=False)
-    (Catalog(tmp_path).dir(STEP) / (names.segment(1, ATTEMPT) + ".00000000.partial")).touch()
+    (Catalog(tmp_path).dir(SAVE) / (names.segment(1) + ".00000000.partial")).touch()
     with pytest.raises(KeeperError, match="rank 1 ended before sealing it"):
         commit.poll(is_orphan=False)
 
 
 def test_a_seal_that_comes_with_the_end_of_its_keeper_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stillframe.keeper.commit._LOOK_AT_LOCKS_S", 0.0)
-    lock = RootLock(PosixStore(tmp_path), 1, ATTEMPT)
+    lock = RootLock(PosixStore(tmp_path), 1, RUN)
     lock.acquire()
     lock.release()
     commit = coordinator(tmp_path, 2)
@@ -234,10 +178,10 @@ def test_a_seal_that_comes_with_the_end_of_its_keeper_counts(tmp_path: Path, mon
     assert commit.poll(is_orphan=False)
 
 
-def test_a_lock_of_another_attempt_says_nothing(tmp_path: Path) -> None:
-    assert life_of(PosixStore(tmp_path), 1, ATTEMPT) is Life.UNKNOWN
-    RootLock(PosixStore(tmp_path), 1, "ffffffff").acquire()
-    assert life_of(PosixStore(tmp_path), 1, ATTEMPT) is Life.UNKNOWN
+def test_a_lock_of_another_run_says_nothing(tmp_path: Path) -> None:
+    assert life_of(PosixStore(tmp_path), 1, RUN) is Life.UNKNOWN
+    RootLock(PosixStore(tmp_path), 1, OTHER).acquire()
+    assert life_of(PosixStore(tmp_path), 1, RUN) is Life.UNKNOWN
 
 
 def test_ranks_that_hold_different_tensors_are_told_which(tmp_path: Path) -> None:
@@ -260,3 +204,176 @@ def test_a_rank_of_another_world_is_told(tmp_path: Path) -> None:
     sealed(tmp_path, 1, 3)
     with pytest.raises(StateError, match="rank 1 saves step 7 as one of 3 ranks, rank 0 as one of 2"):
         commit.poll(is_orphan=False)
+
+
+# --- updates -----------------------------------------------------------------------------------
+
+
+def test_ranks_that_have_made_different_numbers_of_updates_have_not_saved_the_same_step(tmp_path: Path) -> None:
+    commit = coordinator(tmp_path, 2, updates=5)
+    sealed(tmp_path, 1, 2, updates=6)
+    with pytest.raises(StateError, match=r"different numbers of updates .*\(rank 0: 5; rank 1: 6\)"):
+        commit.poll(is_orphan=False)
+    assert not Catalog(tmp_path).steps()
+
+
+@pytest.mark.parametrize("updates", [5, None, 0])
+def test_ranks_that_have_made_as_many_or_do_not_know_are_committed(tmp_path: Path, updates: int | None) -> None:
+    commit = coordinator(tmp_path, 2, updates=5)
+    sealed(tmp_path, 1, 2, updates=updates)
+    assert commit.poll(is_orphan=False)
+
+
+def test_updates_count_from_the_save_before(tmp_path: Path) -> None:
+    """One rank has slipped; the save that shows it fails, and the next one, after as many updates, does not."""
+    counts = UpdateCounts()
+    commit = coordinator(tmp_path, 2, updates=7, counts=counts)
+    sealed(tmp_path, 1, 2, updates=8)
+    with pytest.raises(StateError, match=r"rank 0: 7; rank 1: 8"):
+        commit.poll(is_orphan=False)
+    commit = coordinator(tmp_path, 2, updates=9, counts=counts)
+    sealed(tmp_path, 1, 2, updates=10)
+    assert commit.poll(is_orphan=False)
+
+
+# --- members -----------------------------------------------------------------------------------
+
+
+def test_a_member_reports_a_commit_when_it_is_told_of_it(tmp_path: Path) -> None:
+    commit, other = coordinator(tmp_path, 2), member(tmp_path)
+    assert not other.poll(is_orphan=False)
+    assert commit.poll(is_orphan=False)
+    assert not other.poll(is_orphan=False), "rank 0 has still to see that no other run has taken over"
+    OutcomeBook(PosixStore(tmp_path)).tell(Outcome(SAVE))
+    assert other.poll(is_orphan=False)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_member_that_nobody_tells_makes_sure_itself(tmp_path: Path) -> None:
+    commit, other = coordinator(tmp_path, 2), member(tmp_path)
+    assert commit.poll(is_orphan=False)
+    assert other.poll(is_orphan=False)
+
+
+def test_a_member_whose_rank_0_is_gone_asks_the_manifest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stillframe.keeper.commit._LOOK_AT_LOCKS_S", 0.0)
+    lock = RootLock(PosixStore(tmp_path), 0, RUN)
+    lock.acquire()
+    commit, other = coordinator(tmp_path, 2), member(tmp_path)
+    lock.release()
+    with pytest.raises(KeeperError, match="rank 0 ended before committing it"):
+        other.poll(is_orphan=False)
+    assert commit.poll(is_orphan=False)
+    assert other.poll(is_orphan=False)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_member_that_looks_late_sees_that_there_was_a_manifest(tmp_path: Path) -> None:
+    commit, other = coordinator(tmp_path, 2), member(tmp_path)
+    assert commit.poll(is_orphan=False)
+    other._seen_s = 0.0
+    set_aside(Catalog(tmp_path), SAVE, "pruned", 1)
+    manifest(tmp_path).unlink()
+    assert other.poll(is_orphan=False)
+
+
+def test_what_was_told_is_read_back_however_the_save_ended(tmp_path: Path) -> None:
+    store = PosixStore(tmp_path)
+    assert read_outcome(store, SAVE) is None
+    begun(tmp_path)
+    OutcomeBook(store).tell(Outcome(SAVE, "StateError", "they differ"))
+    again = OutcomeBook(store)  # of the next keeper, which knows nothing of the first
+    again.tell(Outcome(SaveId(STEP, 1, 2)))
+    assert read_outcome(store, SAVE) == Outcome(SAVE, "StateError", "they differ")
+    assert read_outcome(store, SaveId(STEP, 1, 2)) == Outcome(SaveId(STEP, 1, 2))
+    assert read_outcome(store, SaveId(STEP, 2)) is None
+    (tmp_path / names.outcomes(1)).write_bytes(b"torn")
+    assert read_outcome(store, SAVE) is None
+
+
+def test_a_member_takes_back_its_files_only_on_the_word_of_rank_0(tmp_path: Path) -> None:
+    late = member(tmp_path, deadline_s=-20.0)
+    assert late.save.is_promised
+    with pytest.raises(DeadlineError, match="rank 0 did not commit it"):
+        late.poll(is_orphan=False)
+    assert late.save.is_promised
+    OutcomeBook(PosixStore(tmp_path)).tell(Outcome(SAVE, "StateError", "they differ"))
+    with pytest.raises(StateError, match="they differ"):
+        late.poll(is_orphan=False)
+    assert not late.save.is_promised
+
+
+def test_a_member_keeps_its_files_where_rank_0_cannot_tell(tmp_path: Path) -> None:
+    late = member(tmp_path)
+    OutcomeBook(PosixStore(tmp_path)).tell(Outcome(SAVE, "StorageError", "it cannot be told", files_stay=True))
+    with pytest.raises(StorageError, match="it cannot be told"):
+        late.poll(is_orphan=False)
+    assert late.save.is_promised
+
+
+# --- storage that fails ------------------------------------------------------------------------
+
+
+class Failing(Calls):
+    """The directory's fsync fails once a name is there, so many times."""
+
+    def __init__(self, name: str, times: int = 10**9) -> None:
+        self._name = name
+        self._left = times
+
+    def fsync(self, fd: int) -> None:
+        super().fsync(fd)
+        if stat.S_ISDIR(os.fstat(fd).st_mode) and self._name in os.listdir(fd) and self._left > 0:
+            self._left -= 1
+            raise OSError(5, "Input/output error")
+
+
+def test_a_seal_is_promised_from_its_rename_on(tmp_path: Path) -> None:
+    """The directory's fsync fails after it: rank 0 may have counted the seal all the same."""
+    save = unsealed(PosixStore(tmp_path, calls=Failing(names.seal(1))), 1, 2)
+    with pytest.raises(StorageError):
+        save.seal()
+    assert save.is_promised
+
+
+def test_a_manifest_whose_fsync_fails_once_is_put_again(tmp_path: Path) -> None:
+    save = sealed(PosixStore(tmp_path, calls=Failing(names.MANIFEST, times=1)), 0, 1)
+    save.commit([save.sealed])
+    assert Catalog(tmp_path).steps() == [STEP]
+
+
+def test_a_manifest_whose_fsync_goes_on_failing_is_in_doubt_and_stays(tmp_path: Path) -> None:
+    save = sealed(PosixStore(tmp_path, calls=Failing(names.MANIFEST)), 0, 1)
+    with pytest.raises(StorageError, match="it cannot be told whether step 7 was committed"):
+        save.commit([save.sealed])
+    assert save.is_promised
+    assert Catalog(tmp_path).is_committed(SAVE)
+
+
+@pytest.mark.parametrize("lands_late", [False, True])
+def test_a_manifest_that_was_refused_is_in_doubt_only_if_it_may_land_late(lands_late: bool) -> None:
+    def inject(verb: str, key: str) -> Fault | None:
+        return Fault.REFUSED if verb == "put_new" and key.endswith(names.MANIFEST) else None
+
+    save = sealed(MemoryStore(MemoryBackend(lands_late), inject), 0, 1)
+    with pytest.raises(StorageError, match="it cannot be told" if lands_late else "injected fault"):
+        save.commit([save.sealed])
+    assert save.is_promised is lands_late
+
+
+def test_a_save_that_failed_leaves_nothing(tmp_path: Path) -> None:
+    save = sealed(tmp_path, 0, 2)
+    save.discard()
+    assert not Catalog(tmp_path).dir(SAVE).exists()
+
+
+def test_what_a_paused_keeper_still_writes_after_its_step_was_set_aside_is_no_checkpoint(tmp_path: Path) -> None:
+    save = sealed(tmp_path, 0, 1)
+    catalog, later = Catalog(tmp_path), begun(tmp_path, OTHER)
+    set_aside(catalog, SAVE, "left over", later)
+    remove_all(catalog, SAVE, keeps_tombstone=True)
+    with pytest.raises(BusyError):
+        save.commit([save.sealed])
+    assert manifest(tmp_path).exists()
+    assert not Catalog(tmp_path).steps()
+    assert not Catalog(tmp_path).is_committed(SAVE)

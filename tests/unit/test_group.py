@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -11,24 +11,26 @@ from typing import Any
 import pytest
 from torch._C._distributed_c10d import HashStore
 
-from stillframe.errors import ConfigError, DeadlineError, IntegrityError, MismatchError
+from stillframe.errors import ConfigError, DeadlineError, IntegrityError, KeeperError, MismatchError
 from stillframe.ranks import group
 from stillframe.ranks.group import Answer, Group, check_same, join_group
+from stillframe.save.saves import Save, Saves
+from stillframe.save.seal_count import SealCount
 from tests.support import until
 
 
-def life(store: Any, monkeypatch: pytest.MonkeyPatch) -> list[Group]:
+def life(store: Any) -> list[Group]:
     """Three ranks, as three processes that have just started would be."""
     made = []
     for rank in range(3):
-        monkeypatch.setattr(group, "_numbers", itertools.count(1))
         made.append(Group(rank, 3, store, deadline_s=5.0))
+        made[-1]._prefix = "stillframe/1"  # the first of its process that talks
     return made
 
 
 @pytest.fixture
-def ranks(monkeypatch: pytest.MonkeyPatch) -> list[Group]:
-    return life(HashStore(), monkeypatch)
+def ranks() -> list[Group]:
+    return life(HashStore())
 
 
 def together(ranks: list[Group], work: Callable[[Group], Any]) -> list[Any]:
@@ -112,7 +114,7 @@ def test_if_rank_0_does_not_come_the_others_say_so(ranks: list[Group], monkeypat
 def test_what_an_earlier_life_left_in_the_store_is_not_heard(monkeypatch: pytest.MonkeyPatch) -> None:
     store = HashStore()
     monkeypatch.setattr(group, "_VERDICT_S", 0.1)
-    first, second, third = (life(store, monkeypatch) for _ in range(3))
+    first, second, third = (life(store) for _ in range(3))
     assert together(first, lambda each: each.decide("adding", lambda: each.rank, total, int)) == [3, 3, 3]
     for each in second:
         each.deadline_s = 0.1
@@ -122,15 +124,68 @@ def test_what_an_earlier_life_left_in_the_store_is_not_heard(monkeypatch: pytest
         assert together(third, lambda each: each.decide("adding", lambda: each.rank + 10, total, int)) == [33, 33, 33]
 
 
-def test_the_newest_step_that_all_have_sealed(ranks: list[Group]) -> None:
-    assert ranks[0].complete_step() == -1
+class Sealing:
+    """A rank that seals saves in a root of its own."""
+
+    def __init__(self, group: Group) -> None:
+        self.seals = SealCount(group)
+        self.saves = Saves("raise")
+
+    def seal(self, step: int, attempt: int = 1) -> Save:
+        save = self.saves.begin(step, attempt, 0, time.monotonic())
+        assert self.saves.sealed(save.number, time.monotonic(), is_unchanged=False) is save
+        self.seals.sealed(0, save, self.saves)
+        return save
+
+
+@pytest.fixture
+def sealing(ranks: list[Group]) -> list[Sealing]:
+    together(ranks, lambda each: each.decide("meeting", lambda: 0, total, int))
+    return [Sealing(each) for each in ranks]
+
+
+def test_where_roots_are_not_shared_a_save_is_committed_when_every_rank_has_sealed_it(sealing: list[Sealing]) -> None:
+    first = [each.seal(1) for each in sealing]
+    second = [each.seal(2) for each in sealing[:2]]
+    for save in first:
+        save.wait("committed", 10.0)
+    until(lambda: [each.seals.complete_step() for each in sealing] == [1, 1, 1], "step 1 is complete")
+    assert [save.phase for save in second] == ["sealed", "sealed"]
+    second.append(sealing[2].seal(2))
+    for save in second:
+        save.wait("committed", 10.0)
+    assert [each.seals.complete_step() for each in sealing] == [2, 2, 2]
+
+
+def test_a_rank_that_will_not_seal_says_so_to_the_others(sealing: list[Sealing]) -> None:
+    saves = [each.seal(1) for each in sealing[:2]]
+    sealing[2].seals.failed(0, 1, 1, "no space left")
+    for save in saves:
+        with pytest.raises(KeeperError, match="step 1 is not committed: rank 2 could not save it: no space left"):
+            save.wait("committed", 10.0)
+
+
+def test_a_rank_that_never_seals_is_named_at_the_deadline(sealing: list[Sealing], ranks: list[Group]) -> None:
     for each in ranks:
-        each.note_sealed(1)
-    for each in ranks[:2]:
-        each.note_sealed(2)
-    until(lambda: [each.complete_step() for each in ranks] == [1, 1, 1], "step 1 is complete")
-    ranks[2].note_sealed(2)
-    until(lambda: [each.complete_step() for each in ranks] == [2, 2, 2], "step 2 is complete")
+        each.deadline_s = 0.1
+    for save in [each.seal(1) for each in sealing[:2]]:
+        with pytest.raises(DeadlineError, match="step 1 is not committed: rank 2 of 3 did not seal it"):
+            save.wait("committed", 10.0)
+
+
+def test_ranks_that_have_sealed_different_attempts_have_not_sealed_the_same(sealing: list[Sealing]) -> None:
+    saves = [each.seal(1, attempt=1 + (each is sealing[2])) for each in sealing]
+    time.sleep(0.5)
+    assert [save.phase for save in saves] == ["sealed"] * 3
+    assert [each.seals.complete_step() for each in sealing] == [-1, -1, -1]
+
+
+def test_another_epoch_has_no_complete_step_yet(sealing: list[Sealing]) -> None:
+    for save in [each.seal(5) for each in sealing]:
+        save.wait("committed", 10.0)
+    for each in sealing:
+        each.seals.enter(1)
+        assert each.seals.complete_step() == -1
 
 
 def test_a_store_that_does_not_answer_ends_at_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,8 +197,9 @@ def test_a_store_that_does_not_answer_ends_at_the_deadline(monkeypatch: pytest.M
     alone = Group(1, 2, Stuck(), deadline_s=0.1)
     with pytest.raises(DeadlineError, match="does not answer"):
         alone.decide("waiting", lambda: 1, total, int)
-    alone.note_sealed(1)
-    assert alone.complete_step() == -1
+    alone.count("sealed")  # these return at once
+    alone.say("failed", "why")
+    alone.watch(lambda: True)
 
 
 @pytest.mark.parametrize(

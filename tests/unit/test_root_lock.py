@@ -13,7 +13,7 @@ from stillframe.checkpoint.lock import Life, RootLock, life_of, owner_of
 from stillframe.format import names
 from stillframe.store.posix import PosixStore
 
-ATTEMPT, OTHER = "0123abcd", "ffffffff"
+RUN, OTHER = "0123abcd", "ffffffff"
 
 
 @pytest.fixture
@@ -22,8 +22,8 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PosixStore:
     return PosixStore(tmp_path)
 
 
-def acquired(store: PosixStore, attempt: str = ATTEMPT) -> RootLock:
-    lock = RootLock(store, 0, attempt)
+def acquired(store: PosixStore, run: str = RUN) -> RootLock:
+    lock = RootLock(store, 0, run)
     lock.acquire()
     return lock
 
@@ -47,7 +47,7 @@ def test_a_copy_made_of_hard_links_and_its_original_are_both_locked_afresh(store
     assert path.stat().st_nlink == 1
     owner = owner_of(store, 0)
     assert owner is not None
-    assert owner.attempt == OTHER
+    assert owner.run == OTHER
     assert life_of(store, 0, OTHER) is Life.ALIVE
     with pytest.raises(BusyError):
         acquired(store)

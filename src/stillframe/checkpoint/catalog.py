@@ -1,313 +1,335 @@
-"""The one place that decides what is a checkpoint: a step whose manifest is published.
+"""The one place that decides what is a checkpoint: a save whose manifest is published, and which is not set aside.
 
-Restore, list, prune and "latest" all ask here.  Reads only, except for :meth:`Catalog.set_aside`, which un-publishes a
-manifest.  An open :class:`Checkpoint` holds a shared lock on its manifest, where there are locks: retention passes it
-over.
+In a root that the ranks do not share there is no manifest: there a save counts as soon as a rank's seal exists, and
+whether every rank has sealed it is for the ranks to find out together.
+
+Restore, list, prune and "latest" all ask here.  Nothing here writes, but for :meth:`Catalog.delete` and
+:meth:`Catalog.pin`.  An open :class:`Checkpoint` holds a shared lock on its manifest, where there are locks: as a
+courtesy, retention passes it over.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
-import threading
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from types import TracebackType
 
-from stillframe.errors import FormatError, IntegrityError, NotFoundError, StillframeError, StorageError
+from stillframe.checkpoint.opened import Checkpoint as Checkpoint
+from stillframe.checkpoint.opened import RankPart as RankPart
+from stillframe.checkpoint.opened import read_error as read_error
+from stillframe.checkpoint.seals import read_brief
+from stillframe.errors import (
+    BusyError,
+    FormatError,
+    IntegrityError,
+    NotFoundError,
+    StillframeError,
+    StorageError,
+    VersionError,
+)
 from stillframe.format import limits, names
-from stillframe.format.records import Manifest, RankEntry, Seal, decode_manifest, decode_seal
-from stillframe.model import check_step
+from stillframe.format.epochs import Aside, Parent, decode_aside, decode_parent
+from stillframe.format.records import Manifest, SealBrief, decode_manifest, make_manifest
+from stillframe.lineage import Branch, recover
+from stillframe.model import SaveId, check_step
 from stillframe.store import infos, open_store
-from stillframe.store.lock import FileLock, NoLocks
-from stillframe.store.posix import PosixStore
-from stillframe.store.protocol import Info, Missing, NotOurs, Store, read_all
-
-_DAMAGE = {errno.EIO, errno.EUCLEAN, errno.EBADMSG}
+from stillframe.store.protocol import Info, Missing, Store, read_all
 
 
-def read_error(doing: str, error: StorageError) -> StillframeError:
-    """What a failed read of a checkpoint means: damage, or a trouble of the moment (permissions, a timeout)."""
-    code = getattr(error.__cause__, "errno", None)
-    if isinstance(error, Missing | NotOurs) or code in _DAMAGE:
-        return IntegrityError(f"{doing}: {error}")
-    return StorageError(f"{doing}: {error}; the checkpoint itself may be whole")
+@dataclass(frozen=True)
+class View:
+    """What a root held at one moment, as far as names tell."""
+
+    saves: tuple[SaveId, ...]
+    """Every one that has a directory, committed or not."""
+    branch: Branch
+    is_shared: bool = True
+    strange: tuple[SaveId, ...] = ()
+    """In the place of their directories is a link or a file."""
+
+    @cached_property
+    def on_branch(self) -> dict[int, list[SaveId]]:
+        """By step in rising order; for each step the newest first."""
+        return self.branch.of(self.saves)
+
+    @property
+    def off_branch(self) -> list[SaveId]:
+        return sorted(save for save in self.saves if not self.branch.has(save))
 
 
 class Catalog:
-    """The checkpoints in a root.  Holds no state: every call looks at the store.
+    """The checkpoints in a root.  Every call looks at the store; only what never changes is remembered.
 
-    ``rank``: in a root that the ranks do not share, the checkpoints that this rank has committed for itself.
+    ``rank``: in a root that the ranks do not share, this rank's saves alone.
     """
 
     def __init__(self, root: str | os.PathLike[str] | Store, rank: int | None = None) -> None:
         self.store = open_store(root)
         self.root = Path(self.store.where())
         self.rank = rank
+        self._is_shared: dict[int, bool] = {}
+        """Of epochs."""
+
+    # --- which there are -------------------------------------------------------------------
+
+    def look(self) -> View:
+        """Two listings and one read, however many steps and ranks there are.  Raises :class:`StorageError`."""
+        listed = list(self.store.list())
+        saves = sorted(save for name in listed if name.endswith("/") and (save := names.parse_step_dir(name[:-1])))
+        strange = sorted(save for name in listed if (save := names.parse_step_dir(name)))
+        for epoch in sorted(self.epochs(), reverse=True):
+            parent = self.parent(epoch)
+            if parent is not None:
+                branch = Branch(epoch, tuple(parent.lineage), parent.parent)
+                return View(tuple(saves), branch, parent.is_shared, tuple(strange))
+        return View(tuple(saves), self._recovered(saves), self.rank is None, tuple(strange))
+
+    def epochs(self) -> list[int]:
+        """The numbers that have been claimed.  Raises :class:`StorageError`."""
+        found = map(names.parse_epoch, self.store.list(names.RUN))
+        return [epoch for epoch in found if epoch is not None]
+
+    def parent(self, epoch: int) -> Parent | None:
+        """What an epoch goes on from; ``None`` if it has saved nothing.
+
+        Raises: :class:`StorageError`; :class:`IntegrityError`; :class:`VersionError`.
+        """
+        key = names.parent(epoch)
+        where = self.store.where(key)
+        try:
+            data = read_all(self.store, key, limits.MAX_NOTE_BYTES)
+        except Missing:
+            return None
+        except StorageError as error:
+            raise read_error(f"{where} cannot be read", error) from error
+        try:
+            return decode_parent(data, file=where)
+        except FormatError as error:
+            raise FormatError(
+                f"{error}. It says which steps training is on. If you remove it, the manifests are asked instead"
+            ) from None
+
+    def _recovered(self, saves: Collection[SaveId]) -> Branch:
+        """The branch of saves whose epochs are not told of: somebody has copied the steps alone."""
+        parents: dict[int, SaveId | None] = {}
+        for save in sorted(saves, key=lambda each: (each.epoch, each.step), reverse=True):
+            if save.epoch not in parents and self.is_committed(save):
+                with contextlib.suppress(IntegrityError, VersionError, NotFoundError):  # another save tells
+                    parents[save.epoch] = self.manifest(save).parent
+        return recover(parents, max(parents)) if parents else Branch(None)
+
+    def is_shared(self, epoch: int) -> bool:
+        """Whether all ranks saw the root in this epoch; if nothing tells, they did.  Raises as :meth:`parent`."""
+        if epoch not in self._is_shared:
+            try:
+                parent = self.parent(epoch)
+            except (IntegrityError, VersionError) as error:  # no step of another epoch is damaged because of that
+                raise StorageError(f"it cannot be told what epoch {epoch} has saved: {error}") from error
+            if parent is None:
+                return True
+            self._is_shared[epoch] = parent.is_shared
+        return self._is_shared[epoch]
+
+    def committed(self, view: View | None = None) -> Iterator[SaveId]:
+        """The checkpoints on the branch, the newest first; looks at one after the other."""
+        on_branch = (view or self.look()).on_branch
+        for step in reversed(on_branch):
+            found = next((save for save in on_branch[step] if self.is_committed(save)), None)
+            if found is not None:
+                yield found
 
     def steps(self) -> list[int]:
-        """The committed steps, oldest first; none if the root does not exist."""
-        return [step for step in self.step_dirs() if self.is_committed(step)]
+        """The committed steps of the branch, oldest first; none if the root does not exist."""
+        return [save.step for save in self.committed()][::-1]
 
-    def latest(self, skipped: Collection[int] = ()) -> int | None:
-        """The newest committed step, but for the skipped ones.  Looks no further than that one."""
-        found = (step for step in reversed(self.step_dirs()) if step not in skipped)
-        return next((step for step in found if self.is_committed(step)), None)
+    def newest(self, skipped: Collection[SaveId] = ()) -> SaveId | None:
+        """The newest checkpoint of the branch, but for the skipped ones.  Looks no further than that one."""
+        return next((save for save in self.committed() if save not in skipped), None)
+
+    def latest(self) -> int | None:
+        """The newest committed step of the branch."""
+        newest = self.newest()
+        return None if newest is None else newest.step
+
+    def find(self, step: int) -> SaveId:
+        """The checkpoint of a step: the one on the branch, or else the newest off it.
+
+        Raises: :class:`NotFoundError`; :class:`StorageError`.
+        """
+        view = self.look()
+        off_branch = [save for save in reversed(view.off_branch) if save.step == step]
+        for save in [*view.on_branch.get(step, []), *off_branch]:
+            if self.is_committed(save):
+                return save
+        raise self.not_found(step)
 
     def open(self, step: int | None = None) -> Checkpoint:
-        """The checkpoint of a step (the newest if none is given), held open until closed.
+        """The checkpoint of a step (the newest of the branch if none is given), held open until closed.
 
         Raises: :class:`NotFoundError`; :class:`IntegrityError` if manifest, seal or sizes are
         wrong (the data itself is checked as it is read); :class:`VersionError`.
         """
-        if step is None:
-            step = self.latest()
-            if step is None:
-                raise NotFoundError(f"there is no checkpoint in {self.root}")
-        return Checkpoint(self, check_step(step))
+        if step is not None:
+            return self.open_save(self.find(check_step(step)))
+        newest = self.newest()
+        if newest is None:
+            raise NotFoundError(f"there is no checkpoint in {self.root}")
+        return self.open_save(newest)
 
-    def step_dirs(self) -> list[int]:
-        """Every step that has a directory, committed or not, oldest first."""
-        found = [names.parse_step_dir(name[:-1]) for name in self.store.list() if name.endswith("/")]
-        return sorted(step for step in found if step is not None)
+    def open_save(self, save: SaveId) -> Checkpoint:
+        """As :meth:`open`, of one save."""
+        return Checkpoint(self, save)
 
-    def strange_steps(self) -> list[int]:
-        """Steps in whose place is no directory but a link or a file, oldest first."""
-        found = map(names.parse_step_dir, self.store.list())  # a directory's name ends in "/"
-        return sorted(step for step in found if step is not None)
+    def not_found(self, step: int) -> NotFoundError:
+        """The error that says so, and which step is the nearest."""
+        known: list[int] = []
+        with contextlib.suppress(StillframeError):  # it is only for the hint
+            known = self.steps()
+        nearest = min(known, key=lambda each: abs(each - step), default=None)
+        hint = "the root has no checkpoint" if nearest is None else f"the nearest is step {nearest}"
+        return NotFoundError(f"step {step} is not a checkpoint in {self.root}; {hint}")
 
-    def dir(self, step: int) -> Path:
-        """The path of a step's directory, for messages."""
-        return Path(self.store.where(names.step_dir(step)))
+    # --- changing --------------------------------------------------------------------------
 
-    def key(self, step: int, name: str) -> str:
-        """Of a file in a step's directory."""
-        return f"{names.step_dir(step)}/{name}"
+    def delete(self, step: int, *, force: bool = False) -> None:
+        """Remove every checkpoint of a step.  ``force``: even the newest of the branch.
 
-    def manifest_key(self, step: int) -> str:
-        return self.key(step, names.manifest(self.rank))
+        A run that lives in the root is asked to do it.  Blocks.
+        Raises: :class:`NotFoundError`; :class:`ConfigError` if it is pinned, or the newest (nothing was removed);
+        :class:`BusyError` if somebody reads it, or the run does not answer; :class:`StorageError`.
+        """
+        from stillframe.checkpoint import requests
 
-    def damaged_key(self, step: int) -> str:
-        return self.key(step, names.damaged_manifest(self.rank))
+        done = requests.remove(self, [step], force=force)
+        if done.error is not None:
+            raise done.error
+        for each in done.stays:
+            raise BusyError(f"{each.save} stays in {self.root}: {each.why}")
 
-    def is_committed(self, step: int) -> bool:
+    def pin(self, step: int) -> None:
+        """Nobody removes the checkpoint of this step.  Raises: :class:`NotFoundError`; :class:`StorageError`."""
+        from stillframe.checkpoint import requests
+
+        requests.pin(self, step)
+
+    def unpin(self, step: int) -> None:
+        """The opposite.  Raises: :class:`NotFoundError`; :class:`StorageError`."""
+        from stillframe.checkpoint import requests
+
+        requests.unpin(self, step)
+
+    # --- one save --------------------------------------------------------------------------
+
+    def dir(self, save: SaveId) -> Path:
+        """The path of a save's directory, for messages."""
+        return Path(self.store.where(names.step_dir(save)))
+
+    def commit_key(self, save: SaveId) -> str:
+        """Of the file whose existence makes it a checkpoint: the manifest, or a rank's seal where there is none."""
+        return names.key(save, names.MANIFEST if self.rank is None else names.seal(self.rank))
+
+    def aside_key(self, save: SaveId) -> str:
+        return names.key(save, names.aside(self.rank))
+
+    def is_committed(self, save: SaveId) -> bool:
         """Raises :class:`StorageError` if that cannot be told."""
-        return self.store.head(self.manifest_key(step)) is not None
+        # The tombstone first: it is removed last.
+        if self.store.head(self.aside_key(save)) is not None and not self.is_void(save):
+            return False
+        if self.store.head(self.commit_key(save)) is not None:
+            return True
+        return self.rank is None and bool(self._local_ranks(save))
 
-    def is_committed_otherwise(self, step: int) -> bool:
-        """Whether there are manifests of the other kind: of all ranks, or of some that did not share the root."""
-        found = map(names.parse_manifest, self.store.list(names.step_dir(step)))
-        return any(
-            each is not None and each.is_published and (each.rank is None) != (self.rank is None) for each in found
-        )
+    def is_void(self, save: SaveId) -> bool:
+        """Whether a tombstone came too late: by then a later epoch had chosen to go on from the save.
 
-    def damaged(self) -> list[int]:
-        """Steps that were checkpoints until they were found damaged, oldest first."""
-        return [step for step in self.step_dirs() if not self.is_committed(step) and self.is_damaged(step)]
+        Whoever put it was paused, or its put was under way for long.  Raises :class:`StorageError`.
+        """
+        try:
+            aside = self.aside(save)
+        except (IntegrityError, VersionError):
+            return False
+        if aside is None:  # withdrawn just now
+            return True
+        if aside.reason == "quarantined":
+            return False
+        later = [self.parent(epoch) for epoch in self.epochs() if epoch > aside.epoch]
+        return any(each is not None and each.parent == save for each in later)
 
-    def is_damaged(self, step: int) -> bool:
-        """Of a step that is not committed."""
-        return self.store.head(self.damaged_key(step)) is not None
+    def _local_ranks(self, save: SaveId) -> list[int]:
+        """The ranks that have sealed it here, in a root that the ranks do not share; none in one that they do."""
+        if self.is_shared(save.epoch):
+            return []
+        files = [file for name in self.store.list(names.step_dir(save)) if (file := names.parse_rank_file(name))]
+        aside = {file.rank for file in files if file.kind == "aside"}
+        sealed = {file.rank for file in files if file.kind == "seal" and not file.is_partial}
+        return sorted(sealed - aside)
 
-    def manifest(self, step: int) -> Manifest:
-        """Of a committed step.
+    def aside(self, save: SaveId) -> Aside | None:
+        """Why it is set aside; ``None`` if it is not.  Raises :class:`StorageError`; :class:`IntegrityError`."""
+        key = self.aside_key(save)
+        try:
+            return decode_aside(read_all(self.store, key, limits.MAX_NOTE_BYTES), file=self.store.where(key))
+        except Missing:
+            return None
 
-        Raises: :class:`NotFoundError` if it is not committed; :class:`IntegrityError`; :class:`VersionError`;
+    def manifest(self, save: SaveId) -> Manifest:
+        """Of a checkpoint; where there is no manifest, what it would say of the ranks whose seals are here.
+
+        Raises: :class:`NotFoundError` if it is none; :class:`IntegrityError`; :class:`VersionError`;
         :class:`StorageError` if it cannot be read for now.
         """
-        key = self.manifest_key(step)
+        if self.rank is not None:
+            return self._of_seals(save, [self.rank])
+        key = self.commit_key(save)
         where = self.store.where(key)
         try:
             data = read_all(self.store, key, limits.MAX_MANIFEST_BYTES)
         except Missing:
-            raise NotFoundError(f"step {step} is not a checkpoint in {self.root}") from None
+            return self._of_seals(save, self._local_ranks(save))
         except StorageError as error:
-            if isinstance(error, NotOurs) and step not in self.step_dirs():  # a file or a link in the step's place
-                raise NotFoundError(f"step {step} is not a checkpoint in {self.root}") from None
             raise read_error(f"{where} cannot be read", error) from error
         manifest = decode_manifest(data, file=where)
-        if (manifest.step, manifest.rank) != (step, self.rank):
-            raise FormatError(f"{where} is the manifest of step {manifest.step}, rank {manifest.rank}")
+        if manifest.save != save:
+            raise FormatError(f"{where} is the manifest of {manifest.save}")
         return manifest
 
-    def lacks(self, manifest: Manifest, files: Mapping[str, Info] | None = None) -> str:
-        """What a committed step lacks as far as names and sizes tell; empty if nothing.
+    def _of_seals(self, save: SaveId, ranks: list[int]) -> Manifest:
+        seals = [self._brief(save, rank) for rank in ranks]
+        if not seals:
+            raise NotFoundError(f"{save} is not a checkpoint in {self.root}")
+        return make_manifest(seals, {})
 
-        ``files``: of its directory, if they are known.  A manifest that is gone by now is no fault: raises
+    def _brief(self, save: SaveId, rank: int) -> tuple[SealBrief, str]:
+        try:
+            return read_brief(self.store, save, rank)
+        except Missing:
+            raise NotFoundError(f"{save} is not a checkpoint of rank {rank} in {self.root}") from None
+        except StorageError as error:
+            where = self.store.where(names.key(save, names.seal(rank)))
+            raise read_error(f"{where} cannot be read", error) from error
+
+    def lacks(self, manifest: Manifest, files: Mapping[str, Info] | None = None) -> str:
+        """What a checkpoint lacks as far as names and sizes tell; empty if nothing.
+
+        ``files``: of its directory, if they are known.  A checkpoint that is gone by now is no fault: raises
         :class:`NotFoundError`.  Raises :class:`StorageError` for what cannot be looked at.
         """
-        step = manifest.step
+        save = manifest.save
         if files is None:
-            files = infos(self.store, names.step_dir(step))
+            files = infos(self.store, names.step_dir(save))
         for entry in manifest.ranks:
-            for name, size in ((entry.segment, entry.segment_bytes), (entry.seal, None)):
+            for name, size in ((names.segment(entry.rank), entry.segment_bytes), (names.seal(entry.rank), None)):
                 found = files.get(name)
                 if found is None:
-                    if not self.is_committed(step):  # gone, too: then retention has just removed it all
-                        raise NotFoundError(f"step {step} is gone from {self.root}")
+                    if not self.is_committed(save):  # gone, too: then retention has just removed it all
+                        raise NotFoundError(f"{save} is gone from {self.root}")
                     return f"{name} is missing"
                 if not found.is_ours:
                     return f"{name} is not a regular file"
                 if size is not None and found.size != size:
                     return f"{name} has {found.size} bytes instead of {size}"
         return ""
-
-    def mark_damaged(self, step: int) -> bool:
-        """Un-publish a checkpoint whose bytes are wrong, keeping its files for a person to look at.
-
-        Returns whether it could; a root that cannot be written stays as it is.
-        """
-        return self.set_aside(step, self.damaged_key(step))
-
-    def set_aside(self, step: int, to: str) -> bool:
-        """Move the manifest to another key, so that the step is no checkpoint.  Returns whether it could.
-
-        After a crash in between, both keys hold it: the step is still a checkpoint.
-        """
-        key = self.manifest_key(step)
-        try:
-            try:
-                self.store.put(to, read_all(self.store, key, limits.MAX_MANIFEST_BYTES))
-                self.store.delete([key])
-            except Missing:
-                return False
-            except StorageError as error:
-                if not isinstance(read_error("", error), IntegrityError):
-                    raise
-                self._move_unread(key, to)
-        except StorageError:
-            return False
-        return True
-
-    def _move_unread(self, key: str, to: str) -> None:
-        """A link or a pipe in the manifest's place, or bytes that cannot be read: kept as it is, if it can be."""
-        if isinstance(self.store, PosixStore):
-            self.store.rename(key, to)
-        else:
-            self.store.put(to, b"")
-            self.store.delete([key])
-
-
-class RankPart:
-    """One rank's part of a checkpoint: its seal, and its segment."""
-
-    def __init__(self, store: Store, manifest: Manifest, entry: RankEntry) -> None:
-        directory = names.step_dir(manifest.step)
-        self.rank = entry.rank
-        self.path = Path(store.where(f"{directory}/{entry.segment}"))
-        self._store, self._key = store, f"{directory}/{entry.segment}"
-        self.seal = _read_seal(store, f"{directory}/{entry.seal}", manifest, entry)
-        try:
-            info = store.head(self._key)
-        except StorageError as error:
-            raise read_error(f"{self.path} cannot be looked at", error) from error
-        size = self.seal.segment.bytes
-        if info is None or not info.is_ours or info.size != size or size != entry.segment_bytes:
-            found = "is missing" if info is None else f"has {info.size} bytes instead of {size}"
-            raise IntegrityError(f"{self.path} {found if info is None or info.is_ours else 'is not a regular file'}")
-
-    def read(self, offset: int, into: memoryview) -> int:
-        """Bytes of the segment.  Raises :class:`StorageError`."""
-        return self._store.read(self._key, offset, into)
-
-
-class Checkpoint:
-    """One committed checkpoint, open for reading.  Thread: :meth:`of` is safe from any."""
-
-    def __init__(self, catalog: Catalog, step: int) -> None:
-        self.path = catalog.dir(step)
-        self.step = step
-        self._catalog = catalog
-        self._opening = threading.Lock()
-        self._parts: dict[int, RankPart] = {}
-        self._lock: FileLock | None = None
-        try:
-            self._hold()
-            try:
-                self.manifest = catalog.manifest(step)
-            except NotFoundError:
-                raise self._not_found() from None
-            self._entries = {entry.rank: entry for entry in self.manifest.ranks}
-            if len(self._entries) == 1:
-                self.of(*self._entries)
-        except BaseException:
-            self.close()
-            raise
-
-    @property
-    def world_size(self) -> int:
-        """How many ranks wrote it."""
-        return self.manifest.world_size
-
-    @property
-    def ranks(self) -> list[int]:
-        """Whose parts can be read here: all, or one where the roots are not shared."""
-        return list(self._entries)
-
-    def of(self, rank: int) -> RankPart:
-        """One rank's part; its seal is read when first asked for.
-
-        Raises: :class:`NotFoundError` if this root does not hold it; :class:`IntegrityError`; :class:`VersionError`.
-        """
-        with self._opening:
-            part = self._parts.get(rank)
-            if part is None:
-                entry = self._entries.get(rank)
-                if entry is None:
-                    raise NotFoundError(f"the part of rank {rank} is not in {self.path}; this root is not shared")
-                part = self._parts[rank] = RankPart(self._catalog.store, self.manifest, entry)
-            return part
-
-    def release(self, rank: int) -> None:
-        """Forget one rank's seal; it is read again when asked for."""
-        with self._opening:
-            self._parts.pop(rank, None)
-
-    def close(self) -> None:
-        """Let go of the lock; may be called again."""
-        if self._lock is not None:
-            self._lock.close()
-
-    def __enter__(self) -> Checkpoint:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def _hold(self) -> None:
-        """Keep retention away, as far as locks go; where there are none, what it removes is found missing."""
-        try:
-            self._lock = FileLock(self._catalog.store, self._catalog.manifest_key(self.step), is_shared=True)
-            if self._lock.acquire() and self._lock.is_current():
-                return
-        except Missing:
-            pass
-        except (NoLocks, StorageError):
-            return  # reading it says what is wrong
-        raise self._not_found()  # retention has removed it, or is just doing so
-
-    def _not_found(self) -> NotFoundError:
-        known: list[int] = []
-        with contextlib.suppress(StorageError):  # it is only for the hint
-            known = self._catalog.steps()
-        nearest = min(known, key=lambda step: abs(step - self.step), default=None)
-        hint = "the root has no checkpoint" if nearest is None else f"the nearest is step {nearest}"
-        return NotFoundError(f"step {self.step} is not a checkpoint in {self._catalog.root}; {hint}")
-
-
-def _read_seal(store: Store, key: str, manifest: Manifest, entry: RankEntry) -> Seal:
-    where = store.where(key)
-    try:
-        data = read_all(store, key, limits.MAX_SEAL_BYTES)
-    except StorageError as error:
-        raise read_error(f"{where} cannot be read", error) from error
-    seal, known_by = decode_seal(data, file=where)
-    if known_by != entry.seal_digest:
-        raise IntegrityError(f"{where} is damaged: its checksum is not the one in the manifest")
-    expected = manifest.step, entry.rank, manifest.attempt, manifest.world_size
-    if (seal.step, seal.rank, seal.attempt, seal.world_size) != expected:
-        raise FormatError(f"{where} belongs to another checkpoint")
-    return seal

@@ -9,20 +9,21 @@ from collections.abc import Iterable, Iterator
 
 from stillframe.errors import StorageError
 from stillframe.format.events import Event, decode_lines
+from stillframe.format.names import RUN
 from stillframe.store.protocol import Store, read_all
 
-DIRECTORY = "events"
+DIRECTORY = f"{RUN}/events"
 MAX_BYTES = 32 << 20
-"""At this size a file is renamed to ``.1``, in the place of the ``.1`` before."""
+"""At this size a file of a single rank is renamed to ``.1``, in the place of the ``.1`` before."""
 _FILE = re.compile(r"rank-(\d{5})-([0-9a-f]{8})\.jsonl(\.1)?", re.ASCII)
 
 
-def event_key(rank: int, attempt: str) -> str:
-    return f"{DIRECTORY}/rank-{rank:05d}-{attempt}.jsonl"
+def event_key(rank: int, run: str) -> str:
+    return f"{DIRECTORY}/rank-{rank:05d}-{run}.jsonl"
 
 
 def event_files(store: Store) -> dict[tuple[int, str], list[str]]:
-    """The keys of each rank and attempt, the older file first."""
+    """The keys of each rank and run, the older file first."""
     found: dict[tuple[int, str], list[str]] = {}
     names: list[str] = []
     with contextlib.suppress(StorageError):

@@ -31,7 +31,7 @@ class Owner(msgspec.Struct, frozen=True):
 
     pid: int
     host: str
-    attempt: str
+    run: str
     state: State
     failure: str = ""
     """Why the last save could not be committed, when no trainer was left to be told."""
@@ -43,7 +43,7 @@ class Owner(msgspec.Struct, frozen=True):
 
 
 class Life(enum.Enum):
-    """What a rank's lock says of its keeper of a given attempt."""
+    """What a rank's lock says of its keeper of a given run."""
 
     ALIVE = "alive"
     GONE = "gone"
@@ -51,12 +51,12 @@ class Life(enum.Enum):
     """It never held the lock, as far as the file tells: it starts still, or somebody has taken its place."""
 
 
-def life_of(store: Store, rank: int, attempt: str) -> Life:
+def life_of(store: Store, rank: int, run: str) -> Life:
     """Looked up without waiting."""
     try:
         with FileLock(store, names.lock(rank), is_shared=True) as lock:
             owner = _read(lock)
-            if owner is None or owner.attempt != attempt:
+            if owner is None or owner.run != run:
                 return Life.UNKNOWN
             return Life.GONE if lock.acquire() else Life.ALIVE
     except (StorageError, NoLocks):
@@ -93,10 +93,10 @@ def _read(lock: FileLock) -> Owner | None:
 class RootLock:
     """One rank's lock; it goes with the process, however that ends."""
 
-    def __init__(self, store: Store, rank: int, attempt: str) -> None:
+    def __init__(self, store: Store, rank: int, run: str) -> None:
         self._store = store
         self._key = names.lock(rank)
-        self._attempt = attempt
+        self._run = run
         self._lock: FileLock | None = None
         self.is_supported = True
         self.previous_failure = ""
@@ -161,7 +161,7 @@ class RootLock:
     def note(self, state: State, failure: str = "") -> None:
         """Say in the file what the holder is doing; best effort, it decides nothing but how long others wait."""
         if self._lock is not None:
-            owner = Owner(os.getpid(), socket.gethostname(), self._attempt, state, failure[:2000])
+            owner = Owner(os.getpid(), socket.gethostname(), self._run, state, failure[:2000])
             self._lock.write(msgspec.json.encode(owner))
 
     def release(self) -> None:

@@ -14,19 +14,21 @@ import msgspec
 
 from stillframe import version
 from stillframe.checkpoint.events import MAX_BYTES, event_files, event_key, read_events
-from stillframe.errors import StorageError
 from stillframe.format import events
 from stillframe.format.events import InFlight
-from stillframe.keeper.commit import Terms
 from stillframe.keeper.segment import SegmentWriter
+from stillframe.keeper.terms import Terms
 from stillframe.link import messages
 from stillframe.retention import Keep
 from stillframe.store.posix import PosixStore
 from stillframe.store.protocol import Store
 
 _PERIOD_S = 1.0
-_MAX_ATTEMPTS = 20
-"""Of a rank, whose events are kept."""
+_CROWD = 64
+"""With more ranks, each tells of its progress less often."""
+_LEAST_BYTES = 256 << 10
+MAX_RUNS = 20
+"""Whose events are kept."""
 _MAX_WAITING = 10_000
 _CLOSE_S = 2.0
 
@@ -34,12 +36,21 @@ _CLOSE_S = 2.0
 class Journal:
     """Thread: safe from any."""
 
-    def __init__(self, terms: Terms, rank: int, keep: Keep, saves: Callable[[], Sequence[SegmentWriter]]) -> None:
+    def __init__(
+        self,
+        terms: Terms,
+        rank: int,
+        keep: Keep | None,
+        saves: Callable[[], Sequence[SegmentWriter]],
+        is_wanted: bool = True,
+    ) -> None:
         self._terms = terms
         self._rank = rank
+        self._is_wanted = is_wanted
+        self._period_s = _PERIOD_S * max(terms.world_size / _CROWD, 1.0)
         self._started = events.KeeperStarted(
-            time.time(), rank, terms.world_size, terms.attempt, socket.gethostname(), os.getpid(),
-            version.VERSION, keep.last, keep.every,
+            time.time(), rank, terms.world_size, terms.run, socket.gethostname(), os.getpid(),
+            version.VERSION, "" if keep is None else repr(keep),
         )  # fmt: skip
         self._log: EventLog | None = None
         self._saves = saves
@@ -51,12 +62,9 @@ class Journal:
 
     def begin(self) -> None:
         """The root is ours; nothing is told before."""
-        if self._log is None:
-            store = self._terms.store
-            with contextlib.suppress(StorageError):
-                forget(store, self._rank, _MAX_ATTEMPTS)
-            if isinstance(store, PosixStore):  # only a file can be added to
-                self._log = EventLog(store, event_key(self._rank, self._terms.attempt), self._started)
+        store = self._terms.store
+        if self._log is None and self._is_wanted and isinstance(store, PosixStore):  # only a file can be added to
+            self._log = EventLog(store, event_key(self._rank, self._terms.run), self._started)
 
     def _write(self, event: events.Event) -> None:
         if self._log is not None:
@@ -88,7 +96,7 @@ class Journal:
         """Once a second while saves are in flight; at once if something has changed that people wait for."""
         now = time.monotonic()
         with self._lock:
-            if now - self._told_s < _PERIOD_S and not is_news:
+            if now - self._told_s < self._period_s and not is_news:
                 return
             self._told_s = now
         saves = [self._in_flight(save) for save in self._saves()]
@@ -124,7 +132,8 @@ class EventLog:
         self._key = key
         self._head = head
         self._queue: queue.Queue[events.Event | None] = queue.Queue(_MAX_WAITING)
-        self._bytes = MAX_BYTES
+        self._max_bytes = max(MAX_BYTES // head.world_size, _LEAST_BYTES)
+        self._bytes = self._max_bytes
         """In the file, as far as this log knows: at first it knows none."""
         self._thread = threading.Thread(target=self._run, name="stillframe-events", daemon=True)
         self._thread.start()
@@ -145,20 +154,24 @@ class EventLog:
                 self._append(msgspec.json.encode(event) + b"\n")
 
     def _append(self, line: bytes) -> None:
-        if self._bytes + len(line) > MAX_BYTES:
+        if self._bytes + len(line) > self._max_bytes:
             info = self._store.head(self._key)
-            if info is not None and info.size + len(line) > MAX_BYTES:
+            if info is not None and info.size + len(line) > self._max_bytes:
                 self._store.rename(self._key, f"{self._key}.1", durable=False)
             # The time makes the first line of each file unique: readers identify a file by it.
             line = msgspec.json.encode(msgspec.structs.replace(self._head, at_s=time.time())) + b"\n" + line
         self._bytes = self._store.append(self._key, line)
 
 
-def forget(store: Store, rank: int, attempts: int) -> None:
-    """Remove a rank's files of all but so many of its attempts, the oldest first.  Raises :class:`StorageError`."""
+def forget(store: Store, present: str) -> None:
+    """Remove the events of all but the newest runs, and of no run that is the ``present`` one.
 
-    def began_s(keys: list[str]) -> float:
-        return next((event.at_s for event in read_events(store, keys[:1])), 0.0)
-
-    own = sorted((keys for (whose, _), keys in event_files(store).items() if whose == rank), key=began_s)
-    store.delete([key for keys in own[:-attempts] for key in keys])
+    For one keeper of the root.  Raises :class:`StorageError`.
+    """
+    by_run: dict[str, list[str]] = {}
+    for (_, run), keys in event_files(store).items():
+        by_run.setdefault(run, []).extend(keys)
+    if len(by_run) > MAX_RUNS:
+        began_s = {run: next((e.at_s for e in read_events(store, keys[:1])), 0.0) for run, keys in by_run.items()}
+        old = sorted((run for run in by_run if run != present), key=lambda run: began_s[run])[:-MAX_RUNS]
+        store.delete([key for run in old for key in by_run[run]])

@@ -1,7 +1,6 @@
 """The keeper's main loop: messages in, work out to threads, news back; then finish and go.
 
-The main thread only listens, so it always notices the trainer's death: by the socket, and by a
-pidfd, because data-loader workers forked from the trainer keep the socket open.
+The main thread only listens, so it always notices the trainer's death.
 """
 
 from __future__ import annotations
@@ -10,31 +9,36 @@ import contextlib
 import ctypes
 import mmap
 import os
-import select
 import signal
-import socket
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from stillframe import errors
+from stillframe.checkpoint import labels
 from stillframe.checkpoint.catalog import Catalog
 from stillframe.checkpoint.lock import RootLock
 from stillframe.errors import StillframeError, StorageError
 from stillframe.format import names
+from stillframe.format.epochs import Outcome
 from stillframe.format.records import Failure
-from stillframe.keeper import labels
-from stillframe.keeper.commit import COORDINATOR, Coordinator, Member, Terms
+from stillframe.keeper.commit import Coordinator, Member, UpdateCounts
 from stillframe.keeper.commit_loop import CommitLoop, longest_pause_s, or_die
+from stillframe.keeper.epochs import CurrentEpoch
 from stillframe.keeper.journal import Journal
-from stillframe.keeper.retention import Pruner, remove_spares, sweep
+from stillframe.keeper.outcomes import OutcomeBook
 from stillframe.keeper.segment import Fingerprint, SegmentWriter, State, read_draft, report_failure
+from stillframe.keeper.terms import COORDINATOR, Terms
+from stillframe.keeper.trainer import Trainer
+from stillframe.keeper.upkeep import Upkeep
 from stillframe.link import messages
-from stillframe.link.messages import Channel, FromKeeper, FromTrainer, KeeperConfig
-from stillframe.model import CHUNK_BYTES
-from stillframe.retention import Keep
+from stillframe.link.messages import FromTrainer, KeeperConfig
+from stillframe.model import CHUNK_BYTES, SaveId
+from stillframe.retention import decode_policy
 from stillframe.store.posix import PosixStore
+from stillframe.store.protocol import Store
 
 _WRITERS = 4
 """Threads that hash and write: more than one so that the disk never waits for a hash."""
@@ -46,31 +50,34 @@ _MAX_TOLD = 100
 
 
 class Keeper:
-    def __init__(self, terms: Terms, rank: int, keep: Keep, is_shared: bool, sock: int, trainer: int) -> None:
-        self._terms = terms
-        self._catalog = Catalog(terms.store, None if is_shared else rank)
-        self._rank = rank
-        self._lock = RootLock(terms.store, rank, terms.attempt)
-        self._channel: Channel[FromTrainer, FromKeeper] = Channel(socket.socket(fileno=sock), FromTrainer)
-        self._trainer = trainer
-        self._is_orphan = False
+    def __init__(self, config: KeeperConfig, store: Store, sock: int, trainer: int) -> None:
+        self._terms = terms = Terms(store, config.run, config.world_size, config.deadline_s)
+        self._rank = rank = config.rank
+        self._catalog = Catalog(store, None if config.is_shared else rank)
+        keep = decode_policy(config.keep)
+        self._locking = threading.Lock()
+        self._lock = RootLock(terms.store, rank, terms.run)
+        self._epoch = CurrentEpoch(
+            self._catalog, terms, rank, lambda sequence, epoch: self._tell(messages.Claimed(sequence, epoch))
+        )
+        self._outcomes = OutcomeBook(terms.store)
+        self._updates = UpdateCounts()
+        self._trainer = Trainer(sock, trainer)
+        self._tell = self._trainer.tell
         self._is_closing = False
-        self._is_cleared = False
         self._arena: memoryview | None = None
         self._saves: dict[int, SegmentWriter] = {}
-        self._journal = Journal(terms, rank, keep, lambda: list(self._saves.values()))
+        self._journal = Journal(terms, rank, keep, lambda: list(self._saves.values()), config.has_events)
         self._previous: Fingerprint | None = None
-        self._complete_step = -1
-        self._met_others = False
-        """Keepers of another attempt were still at work when we swept."""
-        self._pruner = Pruner(self._catalog, keep, rank, terms.attempt, self._is_alone, self._steps_in_flight)
-        self._tidying = threading.Lock()
+        self._upkeep = Upkeep(
+            self._catalog, terms, rank, keep, self._epoch, lambda text: self._tell(messages.Notice(text))
+        )
         self._failure = ""
         self._writers = ThreadPoolExecutor(_WRITERS, "stillframe-flush")
         self._finisher = ThreadPoolExecutor(1, "stillframe-finish")
         crowd = terms.world_size if rank != COORDINATOR else 1
         self._commits = CommitLoop(
-            self._settle, self._tell_waiting, self._tidy, lambda: self._is_orphan, longest_pause_s(crowd)
+            self._settle, self._tell_waiting, self._upkeep.tidy, lambda: self._is_orphan, longest_pause_s(crowd)
         )
 
     def run(self) -> int:
@@ -85,10 +92,13 @@ class Keeper:
             return 1
         self._listen()
         for number, writer in list(self._saves.items()):
-            self._abandon(number, writer.begin.step, "KeeperError", "its trainer ended before it was staged")
+            begin = writer.begin
+            why = "KeeperError", "its trainer ended before it was staged"
+            self._abandon(messages.Abandon(number, begin.step, begin.attempt, *why))
         self._writers.shutdown()
         self._finisher.shutdown()
         self._commits.finish()
+        self._upkeep.close()
         if isinstance(self._terms.store, PosixStore):
             with contextlib.suppress(StorageError):
                 self._terms.store.close()
@@ -107,50 +117,33 @@ class Keeper:
         self._tell(messages.Ready(warning))
 
     def _lock_root(self) -> None:
-        """The root is there and ours; asked at each save, for a root that could not be written before, or was removed.
-
-        It is cleared once, before the first save: later, files of this attempt are those of saves in flight.
-        """
-        if self._lock.is_wanted:
-            self._lock.acquire()
-            self._journal.begin()
-            if self._lock.is_held and not self._is_cleared:
-                self._is_cleared = True
-                try:
-                    self._clear_root()
-                except StorageError as error:  # it keeps no save from being made
-                    self._tell(
-                        messages.Notice(
-                            f"what earlier runs have left could not all be removed: {errors.text_of(error)}"
-                        )
-                    )
-
-    def _clear_root(self) -> None:
-        """Of what earlier runs have left.  Raises :class:`StorageError`, after all of it has been tried."""
-        with contextlib.ExitStack() as stack:
-            stack.callback(remove_spares, self._catalog, self._rank, self._terms.world_size)
-            if self._rank == 0 or self._catalog.rank is not None:
-                stack.callback(labels.finish, self._catalog, self._terms.attempt)
-                self._met_others = sweep(self._catalog, self._terms.attempt, "all" if self._is_alone else "partial")
+        """The root is there and ours; asked at each save: it may not have been writable before, or was removed."""
+        with self._locking:  # asked by two threads: they must not meet each other's lock
+            if self._lock.is_wanted:
+                self._lock.acquire()
+                self._journal.begin()
+                self._upkeep.start()
 
     # --- listening -------------------------------------------------------------------------
 
     def _listen(self) -> None:
         """Until the trainer is gone, or says close, and nothing is left to receive."""
-        poll = select.poll()
-        poll.register(self._channel.socket, select.POLLIN)
-        poll.register(self._trainer, select.POLLIN)
         while True:
-            ready = {fd for fd, _ in poll.poll(_POLL_MS if self._is_closing else 1000)}
-            if self._trainer in ready:
+            has_ended, has_said = self._trainer.wait(_POLL_MS if self._is_closing else 1000)
+            if has_ended:
                 self._orphaned()
-            more = self._channel.socket.fileno() in ready and self._receive()
+            more = has_said and self._receive()
             if not more and (self._is_orphan or (self._is_closing and not self._saves)):
                 return
 
+    @property
+    def _is_orphan(self) -> bool:
+        return self._trainer.is_gone
+
     def _orphaned(self) -> None:
         if not self._is_orphan:
-            self._is_orphan = True
+            self._trainer.is_gone = True
+            self._epoch.hurry()
             self._lock.note("finishing", self._failure)
 
     def _receive(self) -> bool:
@@ -158,12 +151,9 @@ class Keeper:
         count = 0
         while True:
             try:
-                received = self._channel.receive(flags=socket.MSG_DONTWAIT)
+                received = self._trainer.hear()
             except BlockingIOError:
                 return count > 0
-            except ConnectionError:
-                # The trainer went with our news unread.  What it sent before is still queued behind this.
-                continue
             if received is None:
                 self._orphaned()
                 return False
@@ -182,40 +172,58 @@ class Keeper:
             self._journal.progress()
             self._finisher.submit(or_die, self._finish, message.save, save)
         elif isinstance(message, messages.Abandon):
-            self._abandon(message.save, message.step, message.kind, message.message)
+            self._abandon(message)
         elif isinstance(message, messages.Attach):
             assert fd is not None
             self._arena = memoryview(mmap.mmap(fd, message.nbytes))
             self._journal.arena_bytes = message.nbytes
             os.close(fd)
+        elif isinstance(message, messages.Enter):
+            self._epoch.enter(message)
+            if message.request:
+                self._finisher.submit(or_die, self._answer, message.request, self._enter)
+        elif isinstance(message, messages.Resume):
+            self._epoch.resume(message.parent, message.is_claimed)
+            if message.is_durable:
+                self._finisher.submit(or_die, self._answer, message.request, self._put_down)
+        elif isinstance(message, messages.Start):
+            self._finisher.submit(or_die, self._answer, message.request, self._put_down)
         elif isinstance(message, messages.Restored):
             self._journal.restored(message)
         else:
             self._journal.updates(message.updates)
             self._is_closing = True
 
+    def _answer(self, request: int, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except StillframeError as error:
+            self._tell(messages.Done(request, *errors.to_record(error)))
+        else:
+            self._tell(messages.Done(request))
+
+    def _enter(self) -> None:
+        self._lock_root()
+        self._epoch.claim()
+
+    def _put_down(self) -> None:
+        self._lock_root()
+        if self._epoch.decides:
+            self._epoch.check_newest(self._epoch.current().epoch)  # put first, then looked: as with a manifest
+            labels.follow_branch(self._catalog)
+
     def _begin(self, message: messages.Begin, fd: int) -> None:
         try:
             header, draft = read_draft(os.pread(fd, message.header_bytes + message.draft_bytes, 0), message)
         finally:
             os.close(fd)
-        # Only a step that is saved again may be just being pruned; else nothing waits for a removal: it may take long.
-        tidying = self._tidying if self._is_again(message.step) else threading.Lock()
         is_counted = not self._is_alone and self._rank != COORDINATOR
-        save = self._saves[message.save] = SegmentWriter(message, header, draft, self._catalog, tidying, is_counted)
-        self._complete_step = max(self._complete_step, message.complete_step)
-        self._pruner.begun(message.step)
+        save = self._saves[message.save] = SegmentWriter(message, header, draft, self._catalog, self._epoch, is_counted)
         save.guard(self._lock_root)
         self._journal.updates(message.telemetry.updates)
         self._journal.progress(is_news=True)
         save.pending.append(self._writers.submit(save.guard, save.open))
-
-    def _is_again(self, step: int) -> bool:
-        """Whether the step has files already; also if that cannot be told."""
-        try:
-            return self._is_alone and self._terms.store.head(names.step_dir(step)) is not None
-        except StorageError:
-            return True
+        self._upkeep.save_begins(message.complete_step)
 
     def _take_chunk(self, chunk: messages.Chunk) -> None:
         save = self._saves[chunk.save]
@@ -240,23 +248,34 @@ class Keeper:
         if save.error is not None or self._is_alone:
             self._settle(number, save)
         else:
-            wait_for = Coordinator if self._rank == COORDINATOR else Member
-            self._commits.add(number, wait_for(save, self._terms, self._lock.is_supported))
+            has_locks = self._lock.is_supported
+            self._commits.add(
+                number,
+                Coordinator(save, self._terms, has_locks, self._updates)
+                if self._rank == COORDINATOR
+                else Member(save, self._terms, has_locks),
+            )
 
     def _settle(self, number: int, save: SegmentWriter) -> None:
-        """End a save that is committed or has failed: publish its label, prune, tell the trainer."""
+        """End a save that is committed or has failed: tell the other ranks, publish, prune, tell the trainer."""
         committed_s = None
-        if not save.is_counted:
-            save.guard(save.publish_label)
         if save.error is not None:
             self._fail(number, save)
         else:
             committed_s = time.monotonic()
             self._note("")
-            self._prune(save.begin.step)
-            self._tell(messages.Committed(number, committed_s))  # only now: who has waited sees what the policy keeps
+            self._tell_ranks(Outcome(save.identify()))
+            if problem := save.publish_label():
+                self._tell(messages.Notice(problem))
+            self._upkeep.committed(save.identify())
+            if self._catalog.rank is None:  # else the ranks find out together
+                self._tell(messages.Committed(number, committed_s))  # only now: who waited sees what the policy keeps
         save.close()
         self._forget(number, save, committed_s)
+
+    def _tell_ranks(self, outcome: Outcome) -> None:
+        if self._rank == COORDINATOR and not self._is_alone:
+            self._outcomes.tell(outcome)
 
     def _forget(self, number: int, save: SegmentWriter, committed_s: float | None) -> None:
         save.state = State.SETTLED
@@ -270,8 +289,8 @@ class Keeper:
         is_unchanged = fingerprint is not None and fingerprint == self._previous
         self._previous = fingerprint
         self._tell(messages.Sealed(number, time.monotonic(), is_unchanged))
-        if self._is_alone:
-            save.commit([save.entry])
+        if self._terms.world_size == 1:
+            save.commit([save.sealed])
 
     @property
     def _is_alone(self) -> bool:
@@ -282,57 +301,50 @@ class Keeper:
         self._tell(messages.AwaitingRanks(number, tuple(ranks[:_MAX_TOLD])))
         self._journal.progress()
 
-    def _steps_in_flight(self) -> set[int]:
-        return {save.begin.step for save in list(self._saves.values())}
-
-    def _tidy(self) -> bool:
-        """Remove what the policy has let go meanwhile; returns whether there may be more."""
-        if self._pruner.has_work:
-            with contextlib.suppress(StillframeError), self._tidying:
-                self._pruner.tidy()
-        return self._pruner.has_work
-
-    def _prune(self, step: int) -> None:
-        complete_step = None if self._catalog.rank is None else self._complete_step
-        try:
-            with self._tidying:
-                self._pruner.committed(step, complete_step)
-                if self._met_others:
-                    self._met_others = sweep(self._catalog, self._terms.attempt, "nothing")
-        except StillframeError as error:
-            self._tell(messages.Notice(f"old checkpoints could not be removed: {errors.text_of(error)}"))
-
-    def _abandon(self, number: int, step: int, kind: str, message: str) -> None:
+    def _abandon(self, message: messages.Abandon) -> None:
         """A save that will not be staged: drop it, unless it is finishing already."""
-        save = self._saves.get(number)
+        save = self._saves.get(message.save)
         if save is None:  # it failed before it began
-            self._report(step, kind, message)
+            self._finisher.submit(or_die, self._lose, message)
         elif save.state is State.RECEIVING:
-            save.error = save.error or errors.from_record(kind, message)
-            self._finisher.submit(or_die, self._drop, number, save)
+            save.error = save.error or errors.from_record(message.kind, message.message)
+            self._finisher.submit(or_die, self._drop, message.save, save)
+
+    def _lose(self, message: messages.Abandon) -> None:
+        """A save that an earlier keeper died with, or that never began."""
+        # An earlier keeper may have published the manifest before it died: no rank may remove its files.
+        self._report(message.step, message.attempt, message.kind, message.message, files_stay=True)
+        if self._epoch.decides:
+            with contextlib.suppress(StillframeError):
+                self._epoch.claim()
+                labels.settle(self._catalog, SaveId(message.step, self._epoch.number or 0, message.attempt))
 
     def _drop(self, number: int, save: SegmentWriter) -> None:
         for each in save.pending:
             each.result()
         assert save.error is not None
         save.discard()
-        self._report(save.begin.step, *errors.to_record(save.error))
+        self._report(save.begin.step, save.begin.attempt, *errors.to_record(save.error))
         self._forget(number, save, None)
 
-    def _report(self, step: int, kind: str, message: str) -> None:
-        """Let the other ranks know that this one will not seal the step."""
-        if not self._is_alone:
-            with contextlib.suppress(StorageError):
-                if not self._catalog.is_committed(step):
-                    failure = Failure(step, self._rank, self._terms.attempt, kind, message[:10_000])
-                    report_failure(self._catalog, failure)
+    def _report(self, step: int, attempt: int, kind: str, message: str, files_stay: bool = False) -> None:
+        """Let the other ranks know that this one will not seal, or rank 0 not commit."""
+        if self._is_alone:
+            return
+        with contextlib.suppress(StillframeError):
+            save = SaveId(step, self._epoch.current().epoch, attempt)
+            if self._rank == COORDINATOR:
+                self._tell_ranks(Outcome(save, kind, message, files_stay))
+            else:
+                report_failure(self._catalog, Failure(save, self._rank, kind, message[:10_000]))
 
     def _fail(self, number: int, save: SegmentWriter) -> None:
         assert save.error is not None
         if not save.is_promised:
             save.discard()
         kind, message = errors.to_record(save.error)
-        self._report(save.begin.step, kind, message)
+        if not save.is_told:
+            self._report(save.begin.step, save.begin.attempt, kind, message, save.is_promised)
         self._note(message if message.startswith("step ") else f"step {save.begin.step}: {message}")
         self._tell(messages.Failed(number, kind, message))
 
@@ -342,21 +354,6 @@ class Keeper:
             self._failure = failure
             self._lock.note("finishing" if self._is_orphan else "training", failure)
 
-    def _tell(self, message: FromKeeper) -> None:
-        """Send to the trainer while there is one; never wait for one that is gone."""
-        while not self._is_orphan:
-            try:
-                self._channel.send(message, flags=socket.MSG_DONTWAIT)
-                return
-            except BlockingIOError:
-                poll = select.poll()
-                poll.register(self._channel.socket, select.POLLOUT)
-                poll.register(self._trainer, select.POLLIN)
-                if any(fd == self._trainer for fd, _ in poll.poll(1000)):
-                    return
-            except OSError:
-                return
-
 
 def main(*, sock: int, trainer: int, **given: Any) -> int:
     """``given``: the fields of :class:`KeeperConfig`."""
@@ -364,6 +361,4 @@ def main(*, sock: int, trainer: int, **given: Any) -> int:
     os.nice(_NICE)
     ctypes.CDLL(None).prctl(_PR_SET_NAME, b"stillframe-keep", 0, 0, 0)
     store = PosixStore(config.root, spare=names.spare(config.rank))
-    terms = Terms(store, config.attempt, config.world_size, config.deadline_s)
-    keep = Keep(config.keep_last, config.keep_every)
-    return Keeper(terms, config.rank, keep, config.is_shared, sock, trainer).run()
+    return Keeper(config, store, sock, trainer).run()

@@ -1,11 +1,11 @@
-"""Deleting: whole checkpoints that the policy lets go, and files that never became one.
+"""Retention: what goes, after each commit; and what earlier epochs have left behind.
 
-Order: the manifest goes first, durably, so a half-deleted checkpoint is no checkpoint.  The newest one stays, whatever
-the policy.  One that somebody is reading (it holds a shared lock) stays until the next time.  Only files whose names
-are stillframe's are ever removed.
+What may go is decided by one pure function (:func:`stillframe.retention.garbage`), by the keeper of rank 0 in the
+newest epoch; how it goes stands in :mod:`stillframe.checkpoint.removal`.  One that somebody is reading (it holds a
+shared lock) stays until the next time.
 
-Of several ranks, rank 0 decides and sets the manifest aside, so that a rank that looks late still sees that there was
-one; each removes its own files, so that the work of one does not grow with their number; then rank 0 removes the rest.
+Of several ranks, rank 0 sets a save aside; each removes its own files, so that the work of one does not grow with their
+number; then rank 0 removes the rest.
 """
 
 from __future__ import annotations
@@ -13,51 +13,59 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator
-from typing import Literal
 
-from stillframe.checkpoint.catalog import Catalog
-from stillframe.checkpoint.lock import Life, is_held, life_of
-from stillframe.errors import StillframeError, StorageError
+from stillframe.checkpoint import labels
+from stillframe.checkpoint.catalog import Catalog, View
+from stillframe.checkpoint.removal import (
+    TOMBSTONE_S,
+    exclusive,
+    has_rank_files,
+    is_pinned,
+    remove_all,
+    remove_rank_files,
+    set_aside,
+)
+from stillframe.errors import IntegrityError, NotFoundError, StorageError, VersionError
 from stillframe.format import names
-from stillframe.format.names import RankFile
-from stillframe.keeper import labels
-from stillframe.retention import Keep
-from stillframe.store.lock import FileLock, NoLocks
-from stillframe.store.protocol import Missing, NotOurs
+from stillframe.format.epochs import Aside
+from stillframe.model import SaveId
+from stillframe.retention import Keep, Known, garbage, judges_by_manifest
 
 _OVERDUE_S = 600.0
 """After so long, rank 0 removes what another rank should have removed."""
+_AT_ONCE = 16
 
 
 class Pruner:
-    """Applies the policy after each commit.  Thread: one at a time, under the keeper's tidying lock."""
+    """Thread: one at a time, under the keeper's tidying lock.
+
+    ``epoch``: that this keeper saves in, if it is known.  ``is_alone``: no other rank has files in these saves.
+    """
 
     def __init__(
-        self,
-        catalog: Catalog,
-        keep: Keep,
-        rank: int,
-        attempt: str,
-        is_alone: bool,
-        in_flight: Callable[[], set[int]] = set,
+        self, catalog: Catalog, keep: Keep | None, rank: int, is_alone: bool, epoch: Callable[[], int | None]
     ) -> None:
-        self._in_flight = in_flight
-        self._newest = -1
-        self._is_alone = is_alone
         self._catalog = catalog
         self._keep = keep
         self._rank = rank
-        self._attempt = attempt
-        self._own: set[int] = set()
-        self._left: dict[int, float] = {}
-        """Steps whose manifest is set aside, and when; other ranks' files may be there still."""
+        self._is_alone = is_alone
+        self._epoch = epoch
+        self._decides = rank == 0 or catalog.rank is not None
+        self._known: dict[SaveId, Known] = {}
+        """Checkpoints that need no second look: nobody else removes them."""
+        self._tombstones: set[SaveId] = set()
+        """Set aside, and to be left alone by this keeper."""
+        self._own: set[SaveId] = set()
+        """Those that this keeper has had a part in."""
+        self._left: dict[SaveId, float] = {}
+        """Set aside, and when; other ranks' files may be there still."""
 
     @property
     def has_work(self) -> bool:
         """Something is to be removed, but another rank has to act first."""
         if self._decides:
             return bool(self._left)
-        return self._keep != Keep() and bool(self._own - self._keep.keeps(self._own))
+        return not judges_by_manifest(self._keep) and bool(self._going_of_own())
 
     def tidy(self) -> None:
         """Remove what has waited for other ranks.  Raises :class:`StorageError`."""
@@ -66,172 +74,192 @@ class Pruner:
         else:
             self._remove_own()
 
-    @property
-    def _decides(self) -> bool:
-        return self._rank == 0 or self._catalog.rank is not None
+    def committed(self, save: SaveId, complete_step: int | None) -> None:
+        """Raises :class:`StorageError`, :class:`BusyError`; what was not removed is tried again next time.
 
-    def begun(self, step: int) -> None:
-        """It is being saved, perhaps again: its files are not leftovers."""
-        self._own.discard(step)
-        self._left.pop(step, None)
-
-    def committed(self, step: int, complete_step: int | None) -> None:
-        """Raises :class:`StorageError`; what was not deleted is tried again next time.
-
-        ``complete_step``: in a root that is not shared, the newest step that all ranks have; nothing after it goes.
+        ``complete_step``: in a root that is not shared, the newest step of this epoch that all ranks have sealed.
         """
-        self._own.add(step)
-        self._newest = step
-        if self._keep != Keep():
-            if self._decides:
-                self._prune(complete_step)
-            else:
-                self._remove_own()
+        self._own.add(save)
+        if not self._decides:
+            self._remove_own()
+        elif self._keep is not None:
+            self.prune(save, complete_step)
+
+    # --- members ---------------------------------------------------------------------------
+
+    def _going_of_own(self) -> list[SaveId]:
+        """Own saves that rank 0 may have set aside."""
+        if self._keep is None:
+            return []
+        own = sorted(self._own)[:-1]
+        if not judges_by_manifest(self._keep):
+            kept = self._keep.keeps([Known(save) for save in self._own], time.time())
+            own = [save for save in own if save.step not in kept]
+        return own[:_AT_ONCE]
 
     def _remove_own(self) -> None:
-        """This rank's files of steps that the policy lets go and whose manifest rank 0 has removed."""
-        store = self._catalog.store
-        for step in sorted(self._own - self._keep.keeps(self._own)):
-            if store.head(self._catalog.manifest_key(step)) is None:
-                self._own.discard(step)
-                if store.head(self._catalog.damaged_key(step)) is None:
-                    self._remove_own_files(step)
+        for save in self._going_of_own():
+            store = self._catalog.store
+            if store.head(self._catalog.commit_key(save)) is not None:
+                continue  # a checkpoint, or rank 0 may still withdraw its tombstone
+            if store.head(self._catalog.aside_key(save)) is not None:  # that it is not there alone may be an old answer
+                remove_rank_files(self._catalog, save, self._rank)
+                self._own.discard(save)
+            elif store.head(names.key(save, names.seal(self._rank))) is None:
+                self._own.discard(save)  # rank 0 has removed it all
+
+    # --- rank 0 ----------------------------------------------------------------------------
 
     def _remove_left(self) -> None:
         """What is left of checkpoints when every rank has removed its files, or should have long ago."""
-        for step, since_s in list(self._left.items()):
-            is_overdue = time.monotonic() - since_s > _OVERDUE_S
-            if is_overdue or not any(map(names.parse_rank_file, self._catalog.store.list(names.step_dir(step)))):
-                del self._left[step]
-                _remove_files(self._catalog, step, self._is_removable)
+        for save, since_s in list(self._left.items()):
+            if time.monotonic() - since_s > _OVERDUE_S or not has_rank_files(self._catalog, save):
+                remove_all(self._catalog, save)
+                del self._left[save]
 
-    def _prune(self, complete_step: int | None) -> None:
-        errors: list[StorageError] = []
-        with _collected(errors):
+    def prune(self, newest: SaveId | None = None, complete_step: int | None = None) -> None:
+        """One pass: what the policy lets go, and what no writer can turn into a checkpoint any more.
+
+        ``newest``: just committed; it stays, whatever its number.
+        Raises: :class:`BusyError` if another run has taken over; :class:`StorageError`, after all has been tried.
+        """
+        problems: list[StorageError] = []
+        with _collected(problems):
             self._remove_left()
-        committed: list[int] = []
-        damaged: list[int] = []
-        for step in self._catalog.step_dirs():
-            with _collected(errors):
-                if self._catalog.is_committed(step):
-                    committed.append(step)
-                elif self._catalog.is_damaged(step):
-                    damaged.append(step)
-        settled = [step for step in committed if complete_step is None or step <= complete_step]
-        kept = self._keep.keeps(settled) | {self._newest}  # whatever its number: somebody may have gone back
-        for step in settled:
-            if step not in kept:
-                with _collected(errors):
-                    self.remove_checkpoint(step)
-        for step in damaged:
-            if committed and step < committed[-1] and step not in self._in_flight():
-                with _collected(errors):
-                    self.remove_damaged(step)
-        if errors:
-            raise errors[0]
+        view = self._catalog.look()
+        uncommitted = self._take_stock(view, problems)
+        for save, why in self.going(view, newest, complete_step).items():
+            with _collected(problems):
+                self.remove(save, why)
+        for save in uncommitted:
+            with _collected(problems):
+                self._remove_leftover(save)
+        if problems:
+            raise problems[0]
 
-    def _remove_own_files(self, step: int) -> None:
-        """By name: a list of the directory would grow with the number of ranks."""
-        own = names.segment(self._rank, self._attempt), names.seal(self._rank, self._attempt)
-        self._catalog.store.delete([self._catalog.key(step, name) for name in own])
+    def _take_stock(self, view: View, problems: list[StorageError]) -> list[SaveId]:
+        """Look at what is not known yet.  Returns the saves that are no checkpoints."""
+        self._known = {save: known for save, known in self._known.items() if save in set(view.saves)}
+        uncommitted = []
+        for save in view.saves:
+            if save in self._known or save in self._tombstones or save in self._left:
+                continue
+            with _collected(problems):
+                if self._catalog.is_committed(save):
+                    self._known[save] = self._judged(save)
+                else:
+                    uncommitted.append(save)
+        return uncommitted
 
-    def _is_removable(self, name: str) -> bool:
-        """What goes with a checkpoint: everything of it, or in a root that is not shared what is this rank's."""
-        if names.is_label(name):
+    def _judged(self, save: SaveId) -> Known:
+        if not judges_by_manifest(self._keep):
+            return Known(save)
+        with contextlib.suppress(IntegrityError, VersionError, NotFoundError):
+            manifest = self._catalog.manifest(save)
+            return Known(save, manifest.saved_unix_s, manifest.metadata)
+        return Known(save)
+
+    def going(self, view: View, newest: SaveId | None, complete_step: int | None) -> dict[SaveId, str]:
+        """What the policy lets go, and why."""
+        branch: list[Known] = []
+        others = [save for save in view.off_branch if save in self._known]
+        for saves in view.on_branch.values():
+            found = [save for save in saves if save in self._known]
+            branch += [self._known[save] for save in found[:1]]
+            others += found[1:]
+        if complete_step is not None:  # nothing goes before a later one is complete
+            branch = [each for each in branch if each.save.epoch != self._epoch() or each.save.step <= complete_step]
+        if branch and not self._is_usable(max(each.save for each in branch)):
+            return {}  # what would stay cannot be restored
+        going = garbage(branch, others, self._keep, {newest} if newest else set(), time.time())
+        return {save: why for save, why in going.items() if not self._is_pinned(save)}
+
+    def _is_usable(self, save: SaveId) -> bool:
+        """Whether nothing of a checkpoint is missing, as far as names tell; one that we have committed is whole."""
+        if save in self._own:
             return True
-        file = names.parse_rank_file(name) or names.parse_manifest(name)
-        is_everything = self._catalog.rank is None and isinstance(file, RankFile)
-        return file is not None and (is_everything or file.rank == self._catalog.rank)
+        try:
+            return not self._catalog.lacks(self._catalog.manifest(save))
+        except (IntegrityError, VersionError, NotFoundError):
+            return False
 
-    def _is_remains(self, name: str) -> bool:
-        """Of a damaged checkpoint; another rank may be saving the step again already, in this attempt."""
-        file = names.parse_rank_file(name)
-        return self._is_removable(name) and (file is None or file.attempt != self._attempt)
+    def _is_pinned(self, save: SaveId) -> bool:
+        try:
+            return is_pinned(self._catalog, save)
+        except StorageError:
+            return True  # cannot tell
 
-    def remove_damaged(self, step: int) -> None:
-        """What is left of a checkpoint that was found damaged.  Raises :class:`StorageError`."""
-        if not self._catalog.is_committed_otherwise(step):
-            _remove_files(self._catalog, step, self._is_remains)
-
-    def remove_checkpoint(self, step: int) -> None:
-        """One that the policy lets go, unless somebody is reading it.  Raises :class:`StorageError`."""
-        catalog = self._catalog
-        is_ours = step in self._own and catalog.rank is None and not self._is_alone
-        with _exclusive(catalog, step) as is_free:
+    def remove(self, save: SaveId, why: str) -> None:
+        """A checkpoint, unless somebody is reading it.  Raises :class:`BusyError`, :class:`StorageError`."""
+        epoch = self._epoch()
+        assert epoch is not None
+        is_shared_work = save in self._own and not self._is_alone
+        with exclusive(self._catalog, save) as is_free:
             if not is_free:
                 return
-            labels.remove(catalog, step)
-            if is_ours:
-                if not catalog.set_aside(step, catalog.key(step, names.pruned_manifest())):
-                    raise StorageError(f"the manifest of step {step} in {catalog.root} could not be set aside")
-            else:
-                catalog.store.delete([catalog.manifest_key(step)])
-        self._own.discard(step)
-        if catalog.is_committed_otherwise(step):
-            return
-        if is_ours:
-            self._left[step] = time.monotonic()
-            self._remove_own_files(step)
+            stays = set_aside(self._catalog, save, "pruned", epoch, why)
+        self.forget(save)
+        if stays:
+            return  # if it is pinned, it will be looked at again
+        labels.remove(self._catalog, save)
+        if is_shared_work:
+            self._left[save] = time.monotonic()
+            self._catalog.store.delete([self._catalog.commit_key(save)])
+            remove_rank_files(self._catalog, save, self._rank)
         else:
-            _remove_files(catalog, step, self._is_removable)
+            remove_all(self._catalog, save)
 
+    def forget(self, save: SaveId) -> None:
+        """Somebody has removed or quarantined it: what is known of it does not hold any more."""
+        self._known.pop(save, None)
+        self._own.discard(save)
 
-def sweep(catalog: Catalog, attempt: str, own: Literal["all", "partial", "nothing"]) -> bool:
-    """Remove what no keeper can turn into a checkpoint any more: the files of attempts that are dead.
+    def _remove_leftover(self, save: SaveId) -> None:
+        """A save of an earlier epoch that never became a checkpoint, or whose removal was interrupted."""
+        epoch = self._epoch()
+        aside = self._aside(save)
+        if aside is None:
+            if epoch is None or save.epoch >= epoch:
+                return  # it may be under way
+            if set_aside(self._catalog, save, "left over", epoch):
+                return
+        elif aside.reason == "quarantined":
+            self._tombstones.add(save)
+            return
+        elif aside.was_committed and aside.epoch != epoch and not self._is_over(aside) and self._is_whole(save):
+            return  # whoever set it aside may only be paused, and may yet withdraw that
+        is_over = aside is not None and (self._is_over(aside) or (aside.was_committed and not self._lands_late))
+        labels.remove(self._catalog, save)
+        remove_all(self._catalog, save, keeps_tombstone=not is_over)
+        if not is_over:
+            self._tombstones.add(save)
 
-    For rank 0, holding the lock of the root; in a root that is not shared, for each rank of its own files.  Tells
-    whether there are files of another attempt whose keeper lives.
+    @property
+    def _lands_late(self) -> bool:
+        return self._catalog.store.caps.lands_late
 
-    ``own``: what goes of this rank's files of the same attempt, which an earlier keeper of it has left: ``"all"`` if it
-    commits by itself; at first ``"partial"`` ones, since a sealed one may be counted on; later ``"nothing"``.
-    """
-    living: set[RankFile] = set()
+    def _is_whole(self, save: SaveId) -> bool:
+        """Its manifest is still there, so nothing of it has been removed."""
+        return self._catalog.store.head(self._catalog.commit_key(save)) is not None
 
-    def is_dead(name: str) -> bool:
-        file = names.parse_rank_file(name)
-        if file is None:
-            manifest = names.parse_manifest(name)
-            is_over = manifest is not None and (manifest.is_partial or manifest.is_pruned)
-            return manifest is not None and is_over and manifest.rank == catalog.rank
-        if file.rank == (catalog.rank or 0):
-            return file.attempt != attempt or own == "all" or (own == "partial" and file.is_partial)
-        if catalog.rank is not None or file.attempt == attempt:
-            return False
-        if life_of(catalog.store, file.rank, file.attempt) is Life.ALIVE:
-            living.add(file)
-            return False
-        return True
+    @staticmethod
+    def _is_over(aside: Aside) -> bool:
+        return time.time() - aside.unix_s > TOMBSTONE_S
 
-    def is_dead_label(name: str) -> bool:
-        return own != "nothing" and names.is_label(name)
-
-    errors: list[StorageError] = []
-    for step in catalog.step_dirs():
-        with _collected(errors):
-            if catalog.is_committed_otherwise(step):
-                continue  # its files belong to a checkpoint that this catalog does not see
-            if catalog.is_committed(step):
-                _remove_strangers(catalog, step, is_dead)
-            elif not any(_is_verdict(name) for name in catalog.store.list(names.step_dir(step))):
-                _remove_files(catalog, step, lambda name: is_dead(name) or is_dead_label(name))
-    if errors:
-        raise errors[0]
-    return bool(living)
+    def _aside(self, save: SaveId) -> Aside | None:
+        try:
+            return self._catalog.aside(save)
+        except (IntegrityError, VersionError) as error:
+            raise StorageError(f"{self._catalog.dir(save)} stays: {error}") from error
 
 
 @contextlib.contextmanager
-def _collected(errors: list[StorageError]) -> Iterator[None]:
-    """One step that cannot be looked at keeps nobody from tidying the others."""
+def _collected(problems: list[StorageError]) -> Iterator[None]:
+    """One save that cannot be looked at keeps nobody from tidying the others."""
     try:
         yield
     except StorageError as error:
-        errors.append(error)
-
-
-def _is_verdict(name: str) -> bool:
-    """A manifest, damaged or whole."""
-    manifest = names.parse_manifest(name)
-    return manifest is not None and not manifest.is_partial and not manifest.is_pruned
+        problems.append(error)
 
 
 def remove_spares(catalog: Catalog, rank: int, world_size: int) -> None:
@@ -239,48 +267,5 @@ def remove_spares(catalog: Catalog, rank: int, world_size: int) -> None:
     earlier, larger run had.  Raises :class:`StorageError`."""
     for name in catalog.store.list():
         whose, is_unfinished = names.parse_spare(name) or (-1, False)
-        is_nobodys = rank == 0 and whose >= world_size and not is_held(catalog.store, whose)
-        if (whose == rank and is_unfinished) or is_nobodys:
+        if (whose == rank and is_unfinished) or (rank == 0 and catalog.rank is None and whose >= world_size):
             catalog.store.delete([name])
-
-
-@contextlib.contextmanager
-def _exclusive(catalog: Catalog, step: int) -> Iterator[bool]:
-    """Holds the manifest's lock, so that nobody begins to read what is going; tells whether it could be had."""
-    try:
-        lock = FileLock(catalog.store, catalog.manifest_key(step))
-    except (Missing, NotOurs, NoLocks):
-        yield True  # then nobody can read it either, or nobody can tell
-        return
-    except StorageError:
-        yield False
-        return
-    with lock:
-        try:
-            is_free = lock.acquire()
-        except NoLocks:
-            is_free = True
-        except StorageError:
-            is_free = False
-        yield is_free
-
-
-def _remove_files(catalog: Catalog, step: int, is_removable: Callable[[str], bool]) -> None:
-    """The files of these names; then the directory, if it is empty.  Raises :class:`StorageError`."""
-    directory = names.step_dir(step)
-    found = [name for name in catalog.store.list(directory) if not name.endswith("/") and is_removable(name)]
-    catalog.store.delete([*(catalog.key(step, name) for name in found), f"{directory}/"])
-
-
-def _remove_strangers(catalog: Catalog, step: int, is_dead: Callable[[str], bool]) -> None:
-    """Files of other attempts beside a committed one.  Raises :class:`StorageError`."""
-    try:
-        attempt = catalog.manifest(step).attempt
-    except StillframeError:
-        return  # damaged or newer: not ours to judge
-    dead = []
-    for name in catalog.store.list(names.step_dir(step)):
-        file = names.parse_rank_file(name)
-        if is_dead(name) and (file is None or file.attempt != attempt or file.is_partial):
-            dead.append(catalog.key(step, name))
-    catalog.store.delete(dead)

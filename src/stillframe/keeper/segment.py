@@ -16,25 +16,26 @@ from dataclasses import dataclass
 
 import msgspec
 
+from stillframe.checkpoint import labels
 from stillframe.checkpoint.catalog import Catalog
-from stillframe.errors import ExistsError, StorageError
+from stillframe.errors import ExistsError, StillframeError, StorageError
 from stillframe.format import names
 from stillframe.format.digest import digest, digest_of
 from stillframe.format.records import (
     Failure,
-    Manifest,
-    RankEntry,
+    SealBrief,
     SealDraft,
     Segment,
     encode_failure,
     encode_manifest,
     encode_seal,
+    make_manifest,
 )
-from stillframe.keeper import labels
+from stillframe.keeper.epochs import CurrentEpoch
 from stillframe.link.messages import Begin, Chunk
-from stillframe.model import BLOCK_BYTES, CHUNK_BYTES
+from stillframe.model import BLOCK_BYTES, CHUNK_BYTES, SaveId
 from stillframe.store.blob import aligned_buffer
-from stillframe.store.protocol import Writer, read_range
+from stillframe.store.protocol import Writer
 from stillframe.units import round_up
 
 
@@ -62,7 +63,6 @@ class Fingerprint:
 class SegmentWriter:
     """Thread: chunks from any; :meth:`seal` and :meth:`commit` once, after all of them.
 
-    ``tidying`` is held while the blob is made: a step may be saved again that is just being pruned.
     ``is_counted``: another rank counts the seal, and commits.
     """
 
@@ -72,7 +72,7 @@ class SegmentWriter:
         header: bytes,
         draft: SealDraft,
         catalog: Catalog,
-        tidying: threading.Lock,
+        epoch: CurrentEpoch,
         is_counted: bool = False,
     ) -> None:
         self.begin = begin
@@ -88,17 +88,20 @@ class SegmentWriter:
         self.is_counted = is_counted
         self.is_promised = False
         """It may be, or become, part of a checkpoint: its files must stay."""
+        self.is_told = False
+        """It was rank 0 that said it failed."""
         self.catalog = catalog
         self._store = catalog.store
-        self._segment_key = catalog.key(begin.step, names.segment(draft.rank, draft.attempt))
-        self._seal_key = catalog.key(begin.step, names.seal(draft.rank, draft.attempt))
+        self._epoch = epoch
+        self._id: SaveId | None = None
+        self._parent: SaveId | None = None
         self._header = header
+        self._label_problem = ""
         self._digests: list[str | None] = [None] * (-(-begin.data_bytes // CHUNK_BYTES))
         self._lazy: dict[int, str] = {}
         self._writer: Writer | None = None
-        self._entry: RankEntry | None = None
+        self._sealed: tuple[SealBrief, str] | None = None
         self._opening = threading.Lock()
-        self._tidying = tidying
 
     def guard(self, work: Callable[[], object]) -> None:
         """Do a piece of the work, unless the save has failed already; keep the first error."""
@@ -108,19 +111,35 @@ class SegmentWriter:
             except Exception as error:  # kept, and reported when the save ends
                 self.error = self.error or error
 
+    @property
+    def id(self) -> SaveId | None:
+        """Which save it is, once its epoch is known."""
+        return self._id
+
+    def identify(self) -> SaveId:
+        """Blocks until the epoch is known; raises."""
+        if self._id is None:
+            begun = self._epoch.current()
+            if begun.parent is not None and self.begin.step <= begun.parent.step:  # saved since the trainer looked
+                raise ExistsError(
+                    f"step {self.begin.step} does not come after step {begun.parent.step}, the newest checkpoint in "
+                    f"{self.catalog.root}: restore() first, and go on after the step it returns"
+                )
+            self._parent = begun.parent
+            self._id = SaveId(self.begin.step, begun.epoch, self.begin.attempt)
+        return self._id
+
+    def _key(self, name: str) -> str:
+        return names.key(self.identify(), name)
+
     def open(self) -> Writer:
         with self._opening:
             if self._writer is None:
-                with self._tidying:
-                    if self.catalog.is_committed(self.begin.step):
-                        raise ExistsError(f"step {self.begin.step} is already a checkpoint in {self.catalog.root}")
-                    if self.begin.label is not None:
-                        labels.check_free(self.catalog, self.begin.label)
-                    writer = self._store.writer(self._segment_key, len(self._header) + self.begin.data_bytes)
-                    self._writer = writer
+                key = self._key(names.segment(self.draft.rank))
+                self._writer = self._store.writer(key, len(self._header) + self.begin.data_bytes)
                 header = aligned_buffer(len(self._header))
                 header[: len(self._header)] = self._header
-                writer.write_at(memoryview(header)[: len(self._header)], 0)
+                self._writer.write_at(memoryview(header)[: len(self._header)], 0)
             return self._writer
 
     def write(self, chunk: Chunk, memory: memoryview) -> None:
@@ -154,102 +173,109 @@ class SegmentWriter:
         return Fingerprint(self.begin.layout, digests) if digests else None
 
     @property
-    def entry(self) -> RankEntry:
-        """What the manifest says of this rank, once it is sealed."""
-        assert self._entry is not None
-        return self._entry
+    def sealed(self) -> tuple[SealBrief, str]:
+        """What the manifest will say of this rank, once it is sealed: the seal's brief, and its digest."""
+        assert self._sealed is not None
+        return self._sealed
 
     def seal(self) -> None:
         """Segment durable, then seal durable.  Blocks; raises."""
         writer = self.open()
         chunks = [each for each in self._digests if each is not None]
         if len(chunks) != len(self._digests):
-            where = self._store.where(self._segment_key)
+            where = self._store.where(self._key(names.segment(self.draft.rank)))
             raise StorageError(f"sealing {where}: {len(chunks)} of {len(self._digests)} chunks arrived")
         writer.finish()
-        if self.begin.label is not None:
-            labels.write(self.catalog, self.begin.step, self.draft.attempt, self.begin.label, not self.is_counted)
+        self._write_label()
         segment = Segment(
-            file=names.segment(self.draft.rank, self.draft.attempt),
             bytes=len(self._header) + self.begin.data_bytes,
             data_start=len(self._header),
             header=digest(self._header),
             chunk_bytes=CHUNK_BYTES,
             chunks=chunks,
         )
-        data, known_by = encode_seal(self.draft, segment)
-        self.is_promised = self.is_counted  # a put that raises may have happened
-        self._store.put(self._seal_key, data)
+        data, brief, known_by = encode_seal(self.draft, self.identify(), self._parent, segment)
+        self.is_promised = self.is_counted or self.catalog.rank is not None  # a put that raises may have happened
+        self._store.put(self._key(names.seal(self.draft.rank)), data)
         self.sealed_s = time.monotonic()
-        seal_name = names.seal(self.draft.rank, self.draft.attempt)
-        self._entry = RankEntry(self.draft.rank, segment.file, segment.bytes, seal_name, known_by)
+        self._sealed = brief, known_by
 
-    def commit(self, ranks: list[RankEntry]) -> None:
-        """Publish the manifest: from here on the checkpoint exists.  Blocks; raises."""
-        now = time.monotonic()
-        manifest = Manifest(
-            step=self.begin.step,
-            attempt=self.draft.attempt,
-            world_size=self.draft.world_size,
-            created_unix_s=time.time(),
-            stage_s=(self.staged_s or now) - self.begin.requested_s,
-            commit_s=now - self.begin.requested_s,
-            ranks=ranks,
-            seal_s=(self.sealed_s or now) - self.begin.requested_s,
-            rank=self.catalog.rank,
-        )
-        key, data = self.catalog.manifest_key(self.begin.step), encode_manifest(manifest)
+    def commit(self, seals: list[tuple[SealBrief, str]]) -> None:
+        """Publish the manifest: from here on the checkpoint exists.  Blocks.
+
+        Raises: :class:`BusyError` if another run has taken over; :class:`StorageError`, also if nobody can tell
+        whether it was published: a manifest is never taken back.
+        """
+        key, data = self._key(names.MANIFEST), encode_manifest(make_manifest(seals, self.draft.metadata))
         self.is_promised = True  # a put that raises may have happened
         try:
             is_ours = self._store.put_new(key, data)
-        except StorageError:
-            self._take_back(key, data)
-            raise
+        except StorageError as error:
+            is_ours = self._make_sure(key, data, error)
         if not is_ours:
-            self.is_promised = False
-            raise ExistsError(f"{self._store.where(key)} exists already")
+            raise ExistsError(f"{self._store.where(key)} exists already, and is not this one")
+        self.check_newest()
 
-    def _take_back(self, key: str, data: bytes) -> None:
-        """A failure is a failure for everybody; unless it is certain that the manifest is gone, its files stay.
+    def check_newest(self) -> None:
+        """Raises :class:`BusyError` if another run has taken over."""
+        self._epoch.check_newest(self.identify().epoch)
 
-        Only the manifest that was put: the put may have failed because another's was there that could not be read.
-        """
-        with contextlib.suppress(StorageError):
-            if self._store.head(key) is not None and read_range(self._store, key, 0, len(data) + 1) == data:
-                self._store.delete([key])
-            self.is_promised = self._store.head(key) is not None
+    def _make_sure(self, key: str, data: bytes, error: StorageError) -> bool:
+        """After a put that raised: if it is there, put it again, so that it is durable.  Raises if it is not."""
+        try:
+            if self._store.head(key) is None and not self._store.caps.lands_late:
+                self.is_promised = False
+                raise error
+            return self._store.put_new(key, data)
+        except StorageError as again:
+            if again is error:
+                raise
+            raise StorageError(f"it cannot be told whether step {self.begin.step} was committed: {error}") from error
 
-    def publish_label(self) -> None:
-        """After the commit, by the keeper that made it.  Blocks; raises."""
+    def _write_label(self) -> None:
+        """What goes wrong is told when the save is committed."""
         if self.begin.label is not None:
+            draft = self.draft
             try:
-                labels.publish(self.catalog, self.begin.step, self.draft.attempt, self.begin.label)
-            except StorageError as error:
-                message = f"step {self.begin.step} is committed, but its label is not published: {error}"
-                raise StorageError(message) from error
+                labels.write(
+                    self.catalog, self.identify(), self.begin.label, draft.rank, draft.world_size, not self.is_counted
+                )
+            except StillframeError as error:
+                self._label_problem = str(error)
+
+    def publish_label(self) -> str:
+        """After the commit.  Blocks.  Returns what went wrong with the label, or nothing: the checkpoint stands."""
+        if self.begin.label is None:
+            return ""
+        if not self.is_counted and not self._label_problem:
+            try:
+                labels.publish(self.catalog, self.identify())
+            except StillframeError as error:
+                self._label_problem = str(error)
+        elif not self.is_counted:
+            labels.discard(self.catalog, self.identify())
+        name, problem = self.begin.label.name, self._label_problem
+        return f"step {self.begin.step} is committed, but not as {name!r}: {problem}" if problem else ""
 
     def close(self) -> None:
         if self._writer is not None:
             self._writer.abort()
 
     def discard(self) -> None:
-        """Remove the files of this save; best effort, a later sweep gets the rest.
-
-        Only if it made any: one refused because the step exists must not touch that checkpoint.
-        """
+        """Remove the files of this save; best effort, retention gets the rest."""
         self.close()
-        own = [self._segment_key, self._seal_key] if self._writer is not None else []
-        with contextlib.suppress(StorageError):
-            self._store.delete([*own, f"{names.step_dir(self.begin.step)}/"])
-        if self.begin.label is not None:
-            labels.discard(self.catalog, self.begin.step, self.draft.attempt)
+        if self._id is not None:
+            own = [self._key(name) for name in (names.seal(self.draft.rank), names.segment(self.draft.rank))]
+            with contextlib.suppress(StorageError):
+                self._store.delete([*own, f"{names.step_dir(self._id)}/"])
+            if self.begin.label is not None:
+                labels.discard(self.catalog, self._id)
 
 
 def report_failure(catalog: Catalog, failure: Failure) -> None:
-    """Tell the other ranks, who may be waiting, that this one will not come; best effort, they have a deadline."""
-    key = catalog.key(failure.step, names.failure(failure.rank, failure.attempt))
+    """Tell rank 0, which may be waiting, that this one will not come; best effort, it has a deadline."""
     with contextlib.suppress(StorageError):
-        catalog.store.put(key, encode_failure(failure))
+        catalog.store.put(names.key(failure.save, names.failure(failure.rank)), encode_failure(failure), durable=False)
 
 
 def read_draft(data: bytes, begin: Begin) -> tuple[bytes, SealDraft]:

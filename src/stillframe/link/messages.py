@@ -1,9 +1,11 @@
 """Every message between the trainer and the keeper, and the channel that carries them: small, typed, one packet each.
 
 Trainer → keeper: ``Attach`` once (with the arena); per save ``Begin`` (with the draft of the seal in a
-memfd), ``Chunk`` …, then ``Staged`` or ``Abandon``; ``Restored`` after a restore; ``Close`` at the end.
-Keeper → trainer: ``Ready`` once; per save ``Flushed`` …, ``Sealed``, ``AwaitingRanks`` …, and
-``Committed`` or ``Failed``.
+memfd), ``Chunk`` …, then ``Staged`` or ``Abandon``; ``Enter`` before a restore, ``Resume`` and ``Restored`` after it;
+``Start`` where tickets are issued;
+``Close`` at the end.
+Keeper → trainer: ``Ready`` once; ``Done`` in answer to a request; per save ``Flushed`` …, ``Sealed``,
+``AwaitingRanks`` …, and ``Committed`` or ``Failed``.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from typing import Generic, TypeVar, Union
 
 import msgspec
 
-from stillframe.model import Label
+from stillframe.model import Label, SaveId
 
 _MAX_PACKET = 64 * 1024
 _In = TypeVar("_In")
@@ -40,15 +42,18 @@ class KeeperConfig:
     """All that a keeper is told at its start."""
 
     root: str
-    attempt: str
+    run: str
+    """Made up when the run starts; the same on every rank."""
     rank: int
     world_size: int
-    keep_last: int | None
-    keep_every: int | None
+    keep: str = ""
+    """The policy, encoded."""
     is_shared: bool = True
     """All ranks see this root; else each commits for itself there."""
     deadline_s: float = 600.0
     """How long rank 0 waits for the seals of the others."""
+    has_events: bool = True
+    """Tell in ``run/events`` what happens."""
 
 
 class _Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -66,6 +71,7 @@ class Begin(_Message, frozen=True):
 
     save: int
     step: int
+    attempt: int
     requested_s: float
     header_bytes: int
     draft_bytes: int
@@ -77,7 +83,7 @@ class Begin(_Message, frozen=True):
     telemetry: Telemetry = Telemetry()
     label: Label | None = None
     complete_step: int = -1
-    """In a root that is not shared: the newest step that every rank is known to have sealed."""
+    """In a root that is not shared: the newest step of this epoch that every rank is known to have sealed."""
 
 
 class Chunk(_Message, frozen=True):
@@ -101,8 +107,37 @@ class Abandon(_Message, frozen=True):
 
     save: int
     step: int
+    attempt: int
     kind: str
     message: str
+
+
+class Enter(_Message, frozen=True):
+    """Saves from now on belong to another epoch of the run.  A request is answered with ``Done`` when it is claimed.
+
+    ``number``: the one that the ranks have agreed on, where each claims the epoch in a root of its own; or the one that
+    an earlier keeper has claimed.
+    """
+
+    sequence: int
+    number: int | None = None
+    request: int = 0
+
+
+class Resume(_Message, frozen=True):
+    """The epoch goes on from this checkpoint.  Answered with ``Done`` if ``is_durable``: when that is put down."""
+
+    parent: SaveId | None
+    is_durable: bool = False
+    request: int = 0
+    is_claimed: bool = True
+    """The epoch was claimed before this was chosen, so that nothing that was reported by then can have been missed."""
+
+
+class Start(_Message, frozen=True):
+    """Begin the epoch now, not with the first save: other ranks may come first.  Answered with ``Done``."""
+
+    request: int = 0
 
 
 class Restored(_Message, frozen=True):
@@ -124,6 +159,21 @@ class Ready(_Message, frozen=True):
     """The keeper holds the root's lock (or says why not), and leftovers are gone."""
 
     warning: str = ""
+
+
+class Done(_Message, frozen=True):
+    """The answer to a request; ``kind`` is empty if it succeeded."""
+
+    request: int
+    kind: str = ""
+    message: str = ""
+
+
+class Claimed(_Message, frozen=True):
+    """An epoch has this number.  The trainer tells the next keeper, which must not claim another for it."""
+
+    sequence: int
+    epoch: int
 
 
 class Flushed(_Message, frozen=True):
@@ -170,8 +220,8 @@ class Refused(_Message, frozen=True):
     message: str
 
 
-FromTrainer = Union[Attach, Begin, Chunk, Staged, Abandon, Restored, Close]  # noqa: UP007
-FromKeeper = Union[Ready, Flushed, Sealed, AwaitingRanks, Committed, Failed, Notice, Refused]  # noqa: UP007
+FromTrainer = Union[Attach, Begin, Chunk, Staged, Abandon, Enter, Resume, Start, Restored, Close]  # noqa: UP007
+FromKeeper = Union[Ready, Done, Claimed, Flushed, Sealed, AwaitingRanks, Committed, Failed, Notice, Refused]  # noqa: UP007
 
 
 class Channel(Generic[_In, _Out]):

@@ -1,4 +1,4 @@
-"""What ranks agree on when a run starts: one root, one version, one policy, and the attempt that names their files."""
+"""What ranks agree on when a run starts (one root, one version, one policy, one name), and when an epoch begins."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ import msgspec
 
 from stillframe import version
 from stillframe.checkpoint.catalog import Catalog
+from stillframe.checkpoint.epochs import next_epoch
 from stillframe.errors import ConfigError
+from stillframe.model import SaveId
 from stillframe.ranks.group import Answer, Group, check_same
 from stillframe.retention import Keep
 from stillframe.store import files
@@ -29,12 +31,12 @@ class _Hello(msgspec.Struct, frozen=True):
     deadline_s: float
 
 
-class _Attempt(msgspec.Struct, frozen=True):
-    attempt: str
+class _Run(msgspec.Struct, frozen=True):
+    run: str
 
 
-class _Newest(msgspec.Struct, frozen=True):
-    step: int
+class _Number(msgspec.Struct, frozen=True):
+    number: int
 
 
 def resolve_root(root: str | os.PathLike[str], shared: bool | None, group: Group) -> Catalog:
@@ -58,8 +60,8 @@ def resolve_root(root: str | os.PathLike[str], shared: bool | None, group: Group
     return catalog
 
 
-def agree_on_attempt(group: Group, catalog: Catalog, keep: Keep) -> str:
-    """The id of this attempt, the same on every rank.  Blocks until all ranks are here.
+def agree_on_run(group: Group, catalog: Catalog, keep: Keep | None) -> str:
+    """A name for this start of the run, the same on every rank.  Blocks until all ranks are here.
 
     Raises: :class:`ConfigError` naming the ranks that differ; :class:`DeadlineError` naming those that did not come.
     """
@@ -73,26 +75,55 @@ def agree_on_attempt(group: Group, catalog: Catalog, keep: Keep) -> str:
         deadline_s=group.deadline_s,
     )
 
-    def judge(answers: list[Answer]) -> _Attempt:
+    def judge(answers: list[Answer]) -> _Run:
         hellos = [msgspec.convert(each.value, _Hello, from_attributes=True) for each in answers]
         for name in _Hello.__struct_fields__:
             check_same(name, [getattr(each, name) for each in hellos])
-        return _Attempt(secrets.token_hex(4))
+        return _Run(secrets.token_hex(4))
 
-    return group.decide(f"starting to use {catalog.root}", lambda: hello, judge, _Attempt).attempt
+    return group.decide(f"starting to use {catalog.root}", lambda: hello, judge, _Run).run
 
 
-def agree_on_next(group: Group, catalog: Catalog, settle: Callable[[], None]) -> int:
-    """One more than the greatest step that any rank has a directory of.  ``settle`` runs before anyone looks."""
+def agree_on_epoch(group: Group, catalog: Catalog, before: int = 0) -> int | None:
+    """The number of the next epoch, where every rank has a root of its own; ``None`` where rank 0 claims one for all.
 
-    def look() -> int:
+    ``before``: the one that this run has agreed on last.
+
+    Blocks until every rank asks.
+    """
+    if catalog.rank is None:
+        return None
+    return group.decide("beginning an epoch", lambda: max(next_epoch(catalog), before + 1), _greatest, _Number).number
+
+
+class _Chosen(msgspec.Struct, frozen=True):
+    save: SaveId
+
+
+def agree_on_step(group: Group, catalog: Catalog, step: int, settle: Callable[[], None]) -> SaveId:
+    """The checkpoint of a step, the same on every rank.  ``settle`` runs before anyone looks.
+
+    Raises: :class:`NotFoundError`; :class:`ConfigError` if the ranks differ.
+    """
+
+    def look() -> SaveId:
         settle()
-        return max(catalog.step_dirs(), default=-1)
+        return catalog.find(step)
 
-    def judge(answers: list[Answer]) -> _Newest:
+    def judge(answers: list[Answer]) -> _Chosen:
         for each in answers:
             if each.error is not None:
                 raise each.error
-        return _Newest(max(each.value for each in answers))
+        found = [msgspec.convert(each.value, SaveId, from_attributes=True) for each in answers]
+        check_same("step", [each.step for each in found])
+        check_same(f"step {step}", [str(each) for each in found])
+        return _Chosen(found[0])
 
-    return group.decide(f"looking for the newest step in {catalog.root}", look, judge, _Newest).step + 1
+    return group.decide(f"going back to step {step}", look, judge, _Chosen).save
+
+
+def _greatest(answers: list[Answer]) -> _Number:
+    for each in answers:
+        if each.error is not None:
+            raise each.error
+    return _Number(max(each.value for each in answers))

@@ -42,7 +42,7 @@ logger = logging.getLogger("stillframe")
 _T = TypeVar("_T")
 _R = TypeVar("_R")
 _FIRST_S, _LONGEST_S = 0.001, 0.2
-_MOMENT_S = 0.05
+_WATCH_S = 0.05
 _TELL_S = 10.0
 """After so long, a wait is mentioned."""
 _VERDICT_S = 10.0
@@ -79,19 +79,17 @@ def check_same(what: str, said: Sequence[Any]) -> None:
 class Group:
     """This rank among the others.  Thread: the training thread's."""
 
-    def __init__(self, rank: int, world_size: int, store: Any, deadline_s: float) -> None:
+    def __init__(self, rank: int, world_size: int, store: Any, deadline_s: float, talks: bool = True) -> None:
         self.rank = rank
         self.world_size = world_size
         self.deadline_s = deadline_s
         self._store = store
-        self._prefix = f"stillframe/{next(_numbers) if world_size > 1 else 0}"
+        self._prefix = f"stillframe/{next(_numbers) if talks and world_size > 1 else 0}"
         self._rounds = itertools.count(1)
         self._name = ""
         self._answered: dict[int, str] = {}
         self._have_met = False
-        self._sealed: list[int] = []
-        self._complete = -1
-        self._asking: Future[None] | None = None
+        self._watches: list[Callable[[], bool]] = []
         self._turns: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._talker: threading.Thread | None = None
 
@@ -160,7 +158,17 @@ class Group:
 
     def _talk(self) -> None:
         while True:
-            self._turns.get()()
+            try:
+                self._turns.get(timeout=_WATCH_S if self._watches else None)()
+            except queue.Empty:
+                pass
+            for is_over in list(self._watches):
+                try:
+                    if is_over():
+                        self._watches.remove(is_over)
+                except Exception:  # a log handler that raises, say: other watches must not end because of it
+                    logger.exception("a watch over other ranks met an unexpected error")
+                    self._watches.remove(is_over)
 
     def _exchange(self, about: str, said: _Said, judge: Callable[[list[Answer]], Any]) -> _Said:
         if not self._name:
@@ -242,29 +250,35 @@ class Group:
             what = f"rank 0 did not answer within {timeout_s:g} s (is it still there?)"
         return DeadlineError(f"{about}: {what}; every rank must make the checkpointer, and restore, in the same order")
 
-    # --- roots that are not shared ---------------------------------------------------------
+    # --- telling one another outside of a round: nobody waits --------------------------------
 
-    def note_sealed(self, step: int) -> None:
-        """This rank has sealed a step.  Waits for nobody."""
+    def count(self, key: str) -> None:
+        """This rank has come so far."""
 
-        def note() -> None:
-            self._store.add(f"{self._name}/sealed/{step}", 1)
-            self._sealed.append(step)
+        def turn() -> None:
+            self._store.set(f"{self._name}/{key}/{self.rank}", b"1")
+            self._store.add(f"{self._name}/{key}", 1)
 
-        self._aside(note)
+        self._aside(turn)
 
-    def complete_step(self) -> int:
-        """The newest step that every rank has sealed, as far as is known; -1 if none.  Waits for a moment at most."""
-        if self._asking is None or self._asking.done():
-            self._asking = self._aside(self._find_complete)
-            wait([self._asking], _MOMENT_S)
-        return self._complete
+    def say(self, key: str, text: str) -> None:
+        self._aside(lambda: self._store.set(f"{self._name}/{key}", text))
 
-    def _find_complete(self) -> None:
-        for step in sorted(self._sealed, reverse=True):
-            if step > self._complete and self._store.add(f"{self._name}/sealed/{step}", 0) >= self.world_size:
-                self._complete = step
-        self._sealed = [step for step in self._sealed if step > self._complete]
+    def watch(self, is_over: Callable[[], bool]) -> None:
+        """Have this called now and then, on a thread of its own, until it says so; it may ask what follows."""
+        self._aside(lambda: self._watches.append(is_over))
+
+    def lacking(self, key: str) -> int:
+        """How many ranks have not come so far."""
+        return self.world_size - int(self._store.add(f"{self._name}/{key}", 0))
+
+    def said(self, key: str) -> str | None:
+        full = f"{self._name}/{key}"
+        return self._store.get(full).decode(errors="replace") if self._store.check([full]) else None
+
+    def missing(self, key: str) -> list[int]:
+        """Which ranks have not come so far."""
+        return [rank for rank in range(self.world_size) if not self._store.check([f"{self._name}/{key}/{rank}"])]
 
 
 def _record(error: Exception) -> tuple[str, str]:
@@ -273,9 +287,10 @@ def _record(error: Exception) -> tuple[str, str]:
     return "StateError", f"{type(error).__name__}: {error}"
 
 
-def join_group(rank: int | None, world_size: int | None, deadline_s: float) -> Group:
+def join_group(rank: int | None, world_size: int | None, deadline_s: float, talks: bool = True) -> Group:
     """This process's place in the run: as given, or of torch.distributed, or of its environment, or alone.
 
+    Groups are told apart by their number; ranks may make different numbers of groups in which nobody ``talks``.
     Raises: :class:`ConfigError`.
     """
     if (rank is None) != (world_size is None):
@@ -293,7 +308,7 @@ def join_group(rank: int | None, world_size: int | None, deadline_s: float) -> G
         raise ConfigError(f"rank={rank}, world_size={world_size}: the rank must be at least 0 and below the world size")
     if world_size == 1:
         return Group(rank, 1, None, deadline_s)
-    return Group(rank, world_size, _store(rank, world_size, is_initialized, deadline_s), deadline_s)
+    return Group(rank, world_size, _store(rank, world_size, is_initialized, deadline_s), deadline_s, talks)
 
 
 def _from_environment() -> tuple[int, int]:

@@ -5,6 +5,7 @@ The plan is reused as long as the state keeps its structure and its memory.  Not
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,28 +48,28 @@ class Request:
 class Planner:
     """Makes requests, with the plan of the one before where it fits.  Thread: one at a time."""
 
-    def __init__(self, group: Group, attempt: str, is_shared: bool) -> None:
+    def __init__(self, group: Group, is_shared: bool) -> None:
         self._group = group
-        self._attempt = attempt
         self._is_shared = is_shared
         self._devices = DeviceTable()
         self._plan: Plan | None = None
 
-    def request(self, step: int, state: Any) -> Request:
+    def request(self, state: Any, metadata: dict[str, Any], updates: int | None) -> Request:
         """Raises :class:`UnsupportedStateError`, naming what cannot be stored."""
         walk = Walk(state)
         plan = self._plan
         if plan is None or not plan.fits(walk):
             plan = self._plan = make_plan(walk, self._devices, self._seat)
         draft = SealDraft(
-            step=step,
             rank=self._group.rank,
             world_size=self._group.world_size,
-            attempt=self._attempt,
+            saved_unix_s=round(time.time(), 3),
             shards=plan.shards_json,
             tree=plan.tree_json,
             values=msgspec.Raw(msgspec.json.encode(walk.values)),
             teams=plan.teams,
+            metadata=metadata,
+            updates=updates,
         )
         check_draft(draft)
         return Request(plan, draft, walk)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable
 from types import TracebackType
@@ -29,18 +30,58 @@ _MAX_UPDATES = 256
 
 
 class OptimizerFence:
-    """Calls ``fence`` before every optimizer step until removed."""
+    """Calls ``fence`` before every optimizer step until removed.  Thread: any may make and remove one.
+
+    All share one hook of torch, which goes through its hooks while they run: another thread may open a checkpointer
+    while an update waits in one.
+    """
 
     def __init__(self, fence: Callable[[], None]) -> None:
         self._fence = fence
-        self._handle = register_optimizer_step_pre_hook(self._before_step)
+        self._made: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        hook.add(self)
 
-    def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+    def before_step(self, optimizer: Any) -> None:
         self._fence()
+        self._made[optimizer] = self._made.get(optimizer, 0) + 1
+
+    @property
+    def updates(self) -> int:
+        """How many updates there have been: those of the optimizer that made most, as several may take turns."""
+        return max(self._made.values(), default=0)
 
     def remove(self) -> None:
         """May be called again."""
-        self._handle.remove()
+        hook.remove(self)
+
+
+class _Hook:
+    """There while there are fences."""
+
+    def __init__(self) -> None:
+        self._changing = threading.RLock()
+        self.fences: tuple[OptimizerFence, ...] = ()
+        self._handle: Any = None
+
+    def add(self, fence: OptimizerFence) -> None:
+        with self._changing:
+            self.fences += (fence,)
+            if self._handle is None:
+                self._handle = register_optimizer_step_pre_hook(self._before_step)
+
+    def remove(self, fence: OptimizerFence) -> None:
+        with self._changing:
+            self.fences = tuple(each for each in self.fences if each is not fence)
+            if not self.fences and self._handle is not None:
+                self._handle.remove()
+                self._handle = None
+
+    def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        for each in self.fences:
+            each.before_step(optimizer)
+
+
+hook = _Hook()
 
 
 class Fence:

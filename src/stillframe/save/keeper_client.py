@@ -1,200 +1,59 @@
-"""The trainer's side of its keeper: starts the process, talks to it, notices its death, starts the next one.
+"""The trainer's keeper, whichever process it is: what its messages and its death do to the saves, and the next one.
 
-A keeper is started with exec, never fork; in its own session, so that Ctrl-C and a killed process group do not
-reach it; isolated from the environment (``-I -S`` with the trainer's own ``sys.path``), so that it starts in tens of
-milliseconds and imports what the trainer would.  Its stderr goes to a memfd: the tail of it is the reason given when
-it dies, and a keeper that outlives its trainer holds no pipe of the trainer's open.
-
-Invariants:
-- there is at most one current keeper; before the next one starts, the saves of a dead one have failed and its spans
-  are free;
-- one thread per keeper receives its messages, in order, and then its death, exactly once.
+There is at most one current keeper; before the next one starts, the saves of a dead one have failed and its spans are
+free.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
+import itertools
 import logging
-import os
-import select
-import signal
-import socket
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import asdict
-from pathlib import Path
+from concurrent.futures import Future
+
+import msgspec
 
 from stillframe import errors
-from stillframe.errors import BusyError, ConfigError, DeadlineError, KeeperError, StillframeError
+from stillframe.errors import BusyError, DeadlineError, KeeperError, StillframeError, StorageError
 from stillframe.link import messages
 from stillframe.link.arena import Arena
-from stillframe.link.messages import Channel, FromKeeper, FromTrainer, KeeperConfig
-from stillframe.model import RestoreReport
+from stillframe.link.messages import FromKeeper, KeeperConfig
+from stillframe.model import RestoreReport, SaveId
+from stillframe.save.keeper_process import KeeperProcess
 from stillframe.save.saves import Save, Saves
+from stillframe.save.seal_count import SealCount
 from stillframe.units import format_ranks
 
 logger = logging.getLogger("stillframe")
 
 READY_S = 300.0
 """How long to wait for the root: the keeper of the run before may still be finishing."""
-STALL_S = 300.0
-"""A keeper that owes news for this long is given up: training must not hang because its storage does."""
-_WATCH_MS = 5000
-_GATHER_S = 0.05
 _YOUNG_S = 1.0
 _NO_SAVE = -1
-_BOOTSTRAP = (
-    "import json, sys; config = json.loads(sys.argv[2]); sys.path[:] = config.pop('path');"
-    "from stillframe.keeper.main import main; sys.exit(main(**config))"
-)
-
-
-class KeeperProcess:
-    """One running keeper.  ``on_message`` and then, once, ``on_exit`` are called on a thread of its own.
-
-    ``owes_news`` tells whether silence means that it hangs, ``is_awaited`` whether somebody wants news at once.
-    """
-
-    def __init__(
-        self,
-        config: KeeperConfig,
-        on_message: Callable[[FromKeeper], None],
-        on_exit: Callable[[KeeperProcess, KeeperError | None], None],
-        owes_news: Callable[[], bool],
-        is_awaited: Callable[[], bool],
-    ) -> None:
-        self._on_message = on_message
-        self._on_exit = on_exit
-        self._owes_news = owes_news
-        self._is_awaited = is_awaited
-        self._is_closing = False
-        self.is_gone = False
-        """It ended, and what it had been lent is about to be taken back."""
-        self.has_arena = False
-        self.started_s = time.monotonic()
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._errors = os.memfd_create("stillframe-keeper-stderr", os.MFD_CLOEXEC)
-        trainer = os.pidfd_open(os.getpid())
-        try:
-            self._process = self._start(config, theirs.fileno(), trainer)
-        except BaseException as error:
-            ours.close()
-            os.close(self._errors)
-            if isinstance(error, OSError):
-                raise KeeperError(f"the keeper could not be started with {sys.executable!r}: {error}") from error
-            raise
-        finally:
-            theirs.close()
-            os.close(trainer)
-        self.pid = self._process.pid
-        self._channel: Channel[FromKeeper, FromTrainer] = Channel(ours, FromKeeper)
-        self._thread = threading.Thread(target=self._receive, name="stillframe-receive", daemon=True)
-        self._thread.start()
-
-    def _start(self, config: KeeperConfig, sock: int, trainer: int) -> subprocess.Popen[bytes]:
-        if not sys.executable:
-            raise ConfigError(
-                "sys.executable is empty (an embedded interpreter?): set it to a Python that can run the keeper"
-            )
-        here = str(Path(__file__).absolute().parents[2])
-        path = [here, *(os.path.abspath(entry) for entry in sys.path if entry)]
-        arguments = json.dumps({"path": path, "sock": sock, "trainer": trainer, **asdict(config)})
-        return subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", _BOOTSTRAP, "stillframe-keeper", arguments],
-            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=self._errors,
-            pass_fds=(sock, trainer), start_new_session=True, cwd="/",
-        )  # fmt: skip
-
-    def send(self, message: FromTrainer, fd: int | None = None) -> None:
-        """Raises :class:`KeeperError` when it is gone; the receiving thread then reports why."""
-        try:
-            self._channel.send(message, fd)
-        except OSError as error:
-            raise KeeperError(f"the keeper (pid {self.pid}) is gone: {error}") from error
-
-    def expect_exit(self) -> None:
-        """From now on its end is not a failure."""
-        self._is_closing = True
-
-    def hang_up(self) -> None:
-        """End the conversation; a thread that is blocked in :meth:`send` wakes with an error."""
-        with contextlib.suppress(OSError):
-            self._channel.socket.shutdown(socket.SHUT_RDWR)
-
-    def join(self, timeout_s: float | None) -> None:
-        """Wait until it has ended and ``on_exit`` has run."""
-        self._thread.join(timeout_s)
-
-    # --- on the receiving thread -----------------------------------------------------------
-
-    def _receive(self) -> None:
-        is_silent = self._listen()
-        self.is_gone = True
-        if is_silent:
-            # Its storage hangs, perhaps for ever: do not wait for it to die.
-            self._process.kill()
-            self.hang_up()
-            error = KeeperError(
-                f"the keeper (pid {self.pid}) made no progress for {STALL_S:g} s: does the storage hang?"
-            )
-            self._on_exit(self, error)
-            self._process.wait()
-        else:
-            code = self._process.wait()
-            is_expected = code == 0 and self._is_closing
-            self._on_exit(self, None if is_expected else KeeperError(self._obituary(code)))
-        self._channel.close()
-        os.close(self._errors)
-
-    def _listen(self) -> bool:
-        """Pass on its messages until it is gone, or has been silent for too long: tells whether it has."""
-        poll = select.poll()
-        poll.register(self._channel.socket, select.POLLIN)
-        quiet_s = 0.0
-        while True:
-            if not poll.poll(_WATCH_MS):
-                # Counted in turns of waiting, not by the clock: a trainer that was stopped and continued saw no turns.
-                quiet_s = quiet_s + _WATCH_MS / 1000 if self._owes_news() else 0.0
-                if quiet_s >= STALL_S:
-                    return True
-                continue
-            quiet_s = 0.0
-            try:
-                received = self._channel.receive()
-            except ConnectionError:
-                continue  # it went with our messages unread; what it sent before is queued behind this
-            if received is None:
-                return False
-            try:
-                self._on_message(received[0])
-            except Exception:  # a log handler that raises, say: later news must not be lost because of it
-                logger.exception("news from the keeper met an unexpected error")
-            if not self._is_awaited() and not poll.poll(0):
-                # Each waking takes the GIL from the training loop: unless somebody waits, let news gather.
-                time.sleep(_GATHER_S)
-
-    def _obituary(self, code: int) -> str:
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        size = os.fstat(self._errors).st_size
-        tail = os.pread(self._errors, 2000, max(size - 2000, 0)).decode(errors="replace").strip()
-        said = f"; its last words:\n{tail}" if tail else ""
-        return f"the keeper (pid {self.pid}) {how}; saves in flight are lost, the next save starts another{said}"
 
 
 class KeeperClient:
     """The current keeper, and what its messages and its death do to the saves.  Thread: safe from any.
 
-    ``on_commit``, if given, is called with each committed step.
+    ``others``: in a root that is not shared, how the other ranks learn what this one has sealed; ``epoch``: there, the
+    number that they have agreed on.
     """
 
-    def __init__(self, config: KeeperConfig, saves: Saves, on_commit: Callable[[int], None] | None) -> None:
+    def __init__(
+        self, config: KeeperConfig, saves: Saves, others: SealCount | None = None, epoch: int | None = None
+    ) -> None:
         self._config = config
         self._saves = saves
-        self._on_commit = on_commit
+        self._others = others
+        self._entered = messages.Enter(0, epoch)
+        self._resumed: messages.Resume | None = None
+        self._unclaimed: StorageError | None = None
+        """Why the present epoch was not claimed when it was entered."""
+        self._started: int | None = None
+        self._requests = itertools.count(1)
+        self._answers: dict[int, Future[messages.Done]] = {}
         self._arena: Arena | None = None
         self._lock = threading.RLock()
         self._current: KeeperProcess | None = None
@@ -218,28 +77,110 @@ class KeeperClient:
                 self._answered.clear()
                 self._refusal = None
                 self._current = KeeperProcess(
-                    self._config, self._hear, self._on_exit, self._saves.owes_news, self._is_awaited
+                    self._config, self._hear, self._on_exit, self._owes_news, self._is_awaited
                 )
                 self._saves.keeper_started()
-                self._report_lost(self._current)
+                self._brief(self._current)
             return self._current
 
-    def _report_lost(self, keeper: KeeperProcess) -> None:
-        """Tell the other ranks, through this keeper, which saves died with an earlier one.
+    def _brief(self, keeper: KeeperProcess) -> None:
+        """Tell a new keeper which epoch it saves in, and, for the other ranks, which saves died with an earlier one.
 
         Its lock is held again, so that they no longer notice the death by themselves.
         """
         lost, self._lost = self._lost, []
-        for save in lost:
-            if save.error is not None:
-                with contextlib.suppress(KeeperError):  # it is gone, too: then its lock tells
-                    keeper.send(messages.Abandon(save.number, save.step, *errors.to_record(save.error)))
+        with contextlib.suppress(KeeperError):  # it is gone, too: then its lock tells
+            if self._entered.sequence or self._entered.number is not None:
+                keeper.send(self._entered)
+            if self._resumed is not None:
+                keeper.send(self._resumed)
+            for save in lost:
+                if save.error is not None:
+                    why = errors.to_record(save.error)
+                    keeper.send(messages.Abandon(save.number, save.step, save.attempt, *why))
 
-    def report_unsaved(self, step: int, error: StillframeError) -> None:
+    def report_unsaved(self, step: int, attempt: int, error: StillframeError) -> None:
         """Tell the other ranks that this one does not save a step that they may be saving."""
-        if self._config.world_size > 1:
+        if self._others is not None:
+            self._others.failed(self._entered.sequence, step, attempt, str(error))
+        elif self._config.world_size > 1:
             with contextlib.suppress(KeeperError):
-                self.start().send(messages.Abandon(_NO_SAVE, step, *errors.to_record(error)))
+                self.start().send(messages.Abandon(_NO_SAVE, step, attempt, *errors.to_record(error)))
+
+    # --- epochs ----------------------------------------------------------------------------
+
+    @property
+    def agreed_epoch(self) -> int:
+        """The number that the ranks have agreed on last; 0 where they do not."""
+        return self._entered.number or 0
+
+    def note_epoch(self, sequence: int, number: int | None) -> None:
+        """Another epoch begins, and is claimed with its first save."""
+        with self._lock:
+            self._entered = messages.Enter(sequence, number)
+            self._resumed = None
+            self._unclaimed = None
+            if self._others is not None:
+                self._others.enter(sequence)
+            current = self._current
+        if current is not None:
+            with contextlib.suppress(KeeperError):  # the next one is told
+                current.send(self._entered)
+
+    def enter(self, sequence: int, number: int | None) -> None:
+        """Another epoch begins: what is saved from now on belongs to it.  Blocks until it is claimed.
+
+        A root that cannot be written can still be restored from: then it is claimed at the next save.
+        Raises: :class:`BusyError`, :class:`KeeperError`, :class:`DeadlineError`.
+        """
+        self.wait_ready()
+        self.note_epoch(sequence, number)
+        try:
+            self._ask(self._entered)
+        except StorageError as error:
+            self._unclaimed = error
+            logger.info("nothing can be saved for now: %s", error)  # Ready has said so
+
+    def resume(self, parent: SaveId | None, is_new: bool = True) -> None:
+        """What the epoch goes on from.  Never blocks: it is put down with the first save."""
+        with self._lock:
+            self._resumed = messages.Resume(parent, is_claimed=is_new and self._unclaimed is None)
+            current = self._current
+        if current is not None:
+            with contextlib.suppress(KeeperError):  # the next one is told
+                current.send(self._resumed)
+
+    def rewind(self, parent: SaveId) -> None:
+        """As :meth:`resume`, durably.  Blocks; raises."""
+        if self._unclaimed is not None:
+            raise self._unclaimed
+        self.resume(parent)
+        self._ask(messages.Resume(parent, is_durable=True))
+
+    def start_epoch(self) -> None:
+        """The epoch is begun, so that ranks can save in it before this one does.  Blocks, once in an epoch; raises."""
+        sequence = self._entered.sequence
+        if self._started != sequence:
+            self._ask(messages.Start())
+            self._started = sequence
+
+    def _ask(self, message: messages.Enter | messages.Resume | messages.Start) -> None:
+        """Blocks until the keeper has done it; raises what kept it from that."""
+        request = next(self._requests)
+        answer: Future[messages.Done] = Future()
+        keeper = self.start()
+        with self._lock:
+            self._answers[request] = answer
+        try:
+            keeper.send(msgspec.structs.replace(message, request=request))
+            done = answer.result(READY_S)
+        except TimeoutError:
+            raise DeadlineError(f"the keeper did not answer within {READY_S:g} s: does the storage hang?") from None
+        finally:
+            with self._lock:
+                self._answers.pop(request, None)
+        if done.kind:
+            raise errors.from_record(done.kind, done.message)
 
     def attach(self, keeper: KeeperProcess, arena: Arena) -> None:
         """Give this keeper the arena, unless it has it."""
@@ -292,7 +233,9 @@ class KeeperClient:
             if self._arena is not None:
                 self._arena.give_back(message.span)
         elif isinstance(message, messages.Sealed):
-            self._saves.sealed(message.save, message.at_s, message.is_unchanged)
+            save = self._saves.sealed(message.save, message.at_s, message.is_unchanged)
+            if save is not None and self._others is not None:
+                self._others.sealed(self._entered.sequence, save, self._saves)
             if message.is_unchanged:
                 self._warn_unchanged()
         elif isinstance(message, messages.AwaitingRanks):
@@ -303,12 +246,21 @@ class KeeperClient:
                     step, format_ranks(message.ranks), self._config.deadline_s,
                 )  # fmt: skip
         elif isinstance(message, messages.Committed):
-            save = self._saves.committed(message.save, message.at_s)
-            if save is not None and self._on_commit is not None:
-                self._on_commit(save.step)
+            self._saves.committed(message.save, message.at_s)
         elif isinstance(message, messages.Failed):
             error = errors.from_record(message.kind, message.message)
-            self._saves.tell_failed(self._saves.fail(message.save, error))
+            failed = self._saves.fail(message.save, error)
+            self._tell_others(failed)
+            self._saves.tell_failed(failed)
+        elif isinstance(message, messages.Claimed):
+            with self._lock:
+                if message.sequence == self._entered.sequence:
+                    self._entered = messages.Enter(message.sequence, message.epoch)
+        elif isinstance(message, messages.Done):
+            with self._lock:
+                answer = self._answers.pop(message.request, None)
+            if answer is not None:
+                answer.set_result(message)
         elif isinstance(message, messages.Notice):
             logger.warning("%s", message.message)
         elif isinstance(message, messages.Ready):
@@ -318,6 +270,9 @@ class KeeperClient:
         else:
             self._refusal = errors.from_record(message.kind, message.message)
 
+    def _owes_news(self) -> bool:
+        return self._saves.owes_news(until_sealed=self._others is not None)
+
     def _is_awaited(self) -> bool:
         return self._saves.is_awaited or (self._arena is not None and self._arena.is_awaited)
 
@@ -326,7 +281,11 @@ class KeeperClient:
             # All of this before another keeper can be started: its saves and spans are not these.
             reason = self._refusal or error or KeeperError(f"the keeper (pid {process.pid}) left with saves in flight")
             failed = self._saves.fail_all(reason)
+            self._tell_others(failed)
             self._lost += failed
+            for answer in self._answers.values():
+                answer.set_exception(reason)
+            self._answers.clear()
             if self._arena is not None:
                 self._arena.give_back_all()
             if self._current is process:
@@ -334,6 +293,11 @@ class KeeperClient:
             self._answered.set()
             self._replace(process)
         self._saves.tell_failed(failed)
+
+    def _tell_others(self, failed: list[Save]) -> None:
+        if self._others is not None:
+            for save in failed:
+                self._others.failed(self._entered.sequence, save.step, save.attempt, str(save.error))
 
     def _replace(self, process: KeeperProcess) -> None:
         """Of several ranks, start another at once: a rank without a keeper looks to the others as if it had ended.

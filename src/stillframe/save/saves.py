@@ -33,8 +33,12 @@ def check_phase(phase: str) -> int:
 class Save:
     """One requested checkpoint, on its way through the phases.  Thread: safe from any."""
 
-    def __init__(self, saves: Saves, number: int, step: int, total_bytes: int, requested_s: float) -> None:
+    def __init__(
+        self, saves: Saves, number: int, step: int, attempt: int, total_bytes: int, requested_s: float
+    ) -> None:
         self.step = step
+        self.attempt = attempt
+        """1, unless earlier saves of the step have failed."""
         self.number = number
         self._saves = saves
         self._total_bytes = total_bytes
@@ -80,6 +84,8 @@ class Saves:
         self._on_error = on_error
         self.before_wait: Callable[[], None] | None = None
         """Runs ahead of every wait, on the waiting thread (an audit needs a turn there)."""
+        self.on_end: Callable[[Save], None] = lambda _save: None
+        """Called for each save that is committed or has failed, before anybody else learns of it."""
         self._changed = threading.Condition()
         self._in_flight: dict[int, Save] = {}
         self._untold: list[Save] = []
@@ -88,16 +94,16 @@ class Saves:
 
     # --- what happens to a save ------------------------------------------------------------
 
-    def begin(self, step: int, total_bytes: int, requested_s: float) -> Save:
+    def begin(self, step: int, attempt: int, total_bytes: int, requested_s: float) -> Save:
         with self._changed:
             self._count(saves=1)
-            save = Save(self, int(self._counts["saves"]), step, total_bytes, requested_s)
+            save = Save(self, int(self._counts["saves"]), step, attempt, total_bytes, requested_s)
             self._in_flight[save.number] = save
             return save
 
     def skip(self, step: int, requested_s: float) -> Save:
         logger.warning("step %d is skipped: an earlier save still fills the arena", step)
-        save = Save(self, -1, step, 0, requested_s)
+        save = Save(self, -1, step, 0, 0, requested_s)
         save._phase = "skipped"
         with self._changed:
             self._count(skipped=1)
@@ -128,12 +134,13 @@ class Saves:
                 if save._times.flush_begin_s is None:
                     save._times = dataclasses.replace(save._times, flush_begin_s=begun_s)
 
-    def sealed(self, number: int, at_s: float, is_unchanged: bool) -> None:
+    def sealed(self, number: int, at_s: float, is_unchanged: bool) -> Save | None:
         with self._changed:
             self._count(unchanged=int(is_unchanged))
             save = self._in_flight.get(number)
         if save is not None:
             self._advance(save, "sealed", sealed_s=at_s)
+        return save
 
     def awaiting_ranks(self, number: int, ranks: tuple[int, ...]) -> int | None:
         """Note which ranks a sealed save waits for; returns its step the first time, for a warning."""
@@ -150,6 +157,7 @@ class Saves:
             save = self._in_flight.pop(number, None)
             self._count(committed=int(save is not None))
             if save is not None:
+                self.on_end(save)
                 self._counts["committed_step"] = save.step
                 self._counts["committed_unix_s"] = time.time()
         if save is not None:
@@ -161,8 +169,9 @@ class Saves:
         with self._changed:
             save = self._in_flight.pop(number, None)
             if save is not None:
-                save._phase = "failed"
                 save._error = error
+                self.on_end(save)
+                save._phase = "failed"
                 self._untold.append(save)
                 self._count(failed=1)
             self._changed.notify_all()
@@ -199,11 +208,15 @@ class Saves:
         with self._changed:
             return list(self._in_flight.values())
 
-    def owes_news(self) -> bool:
-        """Whether the keeper has bytes or a whole save of ours that it has not reported on."""
+    def owes_news(self, until_sealed: bool = False) -> bool:
+        """Whether the keeper has bytes or a whole save of ours that it has not reported on.
+
+        ``until_sealed``: in a root that is not shared it has nothing more to tell of a save that it has sealed.
+        """
+        quiet = ("captured", "sealed") if until_sealed else ("captured",)
         with self._changed:
             return any(
-                save._staged_bytes > save._flushed_bytes or save._phase != "captured"
+                save._staged_bytes > save._flushed_bytes or save._phase not in quiet
                 for save in self._in_flight.values()
             )
 

@@ -35,9 +35,11 @@ from stillframe.save.audit import Audit
 from stillframe.save.capture import Captured
 from stillframe.save.device import Device, Ticket
 from stillframe.save.fence import Holds, UpdateLog
-from stillframe.save.keeper_client import KeeperClient, KeeperProcess
+from stillframe.save.keeper_client import KeeperClient
+from stillframe.save.keeper_process import KeeperProcess
 from stillframe.save.plan import Plan
 from stillframe.save.saves import Save, Saves
+from stillframe.save.seal_count import SealCount
 
 logger = logging.getLogger("stillframe")
 
@@ -79,7 +81,7 @@ class Stager:
     """Copies saves into the arena, and tells the keeper, which it starts.
 
     Without an ``arena``, ``make_arena(state_bytes)`` is called once, on the stager's thread, for the first save.
-    ``complete_step`` tells, for a root that is not shared, the newest step that every rank has sealed.
+    ``others``: in a root that is not shared, what the other ranks have sealed.
     """
 
     def __init__(
@@ -88,9 +90,9 @@ class Stager:
         keeper: KeeperClient,
         arena: Arena | None,
         make_arena: Callable[[int], Arena],
-        complete_step: Callable[[], int] | None,
+        others: SealCount | None = None,
     ) -> None:
-        self._complete_step = complete_step
+        self._others = others
         self._saves = saves
         self._keeper = keeper
         self._make_arena = make_arena
@@ -155,9 +157,9 @@ class Stager:
             while self._pending and self._pending[0].is_over:
                 self._pending.popleft()
 
-    def begin_audit(self, captured: Captured) -> Audit:
+    def begin_audit(self, step: int, captured: Captured) -> Audit:
         """Hash what is to be staged.  Blocks the training thread, so that nothing changes meanwhile."""
-        audit = Audit(captured.plan, captured.draft.step)
+        audit = Audit(captured.plan, step)
         self._standing_still(captured.marks, audit.begin)
         return audit
 
@@ -271,13 +273,13 @@ class Stager:
                     written += os.pwrite(fd, memoryview(data)[written:], at + written)
             job.keeper.send(
                 messages.Begin(
-                    save=save.number, step=save.step, requested_s=save.times.requested_s,
+                    save=save.number, step=save.step, attempt=save.attempt, requested_s=save.times.requested_s,
                     header_bytes=len(plan.header), draft_bytes=len(draft), data_bytes=plan.data_bytes,
                     layout=plan.layout, lazy=plan.lazy,
                     telemetry=messages.Telemetry(
                         save.times.returned_s, save.times.stage_begin_s, self._updates.take()
                     ),
-                    complete_step=self._complete_step() if self._complete_step else -1, label=job.label,
+                    complete_step=self._others.complete_step() if self._others else -1, label=job.label,
                 ),
                 fd,
             )  # fmt: skip
@@ -364,7 +366,8 @@ class Stager:
                 self.arena.give_back(span)
         if job.keeper is not None and not job.keeper.is_gone:
             with contextlib.suppress(KeeperError):
-                job.keeper.send(messages.Abandon(job.save.number, job.save.step, *to_record(error)))
+                save = job.save
+                job.keeper.send(messages.Abandon(save.number, save.step, save.attempt, *to_record(error)))
         failed = self._saves.fail(job.save.number, error)
         self._over(job)
         self._saves.tell_failed(failed)

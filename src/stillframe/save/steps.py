@@ -1,48 +1,154 @@
-"""Which steps cannot be saved, because they are checkpoints already or are being saved."""
+"""Which steps can be saved, and as which attempt."""
 
 from __future__ import annotations
 
 from stillframe.checkpoint.catalog import Catalog
 from stillframe.errors import ExistsError
-from stillframe.save.saves import Saves
+from stillframe.model import SaveId, Ticket
+from stillframe.save.saves import Save
+
+
+class _Taken:
+    """A step that somebody has taken; compared by identity, so that who finds another's knows to have come second."""
+
+    def __init__(self, attempt: int, is_begun: bool = True) -> None:
+        self.attempt = attempt
+        self.is_begun = is_begun
+        """Not if only a ticket has been issued for it."""
+        self.is_saved = False
 
 
 class TakenSteps:
-    """The steps that had a directory when first asked, and all that were saved since: a new step needs no look.
+    """The steps of the present epoch that have been saved or are being saved, and which attempts are spent.
 
-    Names are enough for that: a directory of another step that cannot be looked into keeps no save back.
+    An epoch goes on from a checkpoint, and saves later steps than that one.  Every rank counts the failures that it is
+    told of; ranks that count differently write to different directories, so that no commit can mix them.  A ticket
+    spares them the counting: one rank issues it, and every rank saves under it.
 
-    Several ranks save a step at most once in a run: files of a first try could pass for those of a second.
+    Thread: any.  No lock: a signal handler may save in the middle of a save, and every change here is one operation.
     """
 
-    def __init__(self, catalog: Catalog, saves: Saves, has_other_ranks: bool) -> None:
+    def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
-        self._saves = saves
-        self._has_other_ranks = has_other_ranks
-        self._known: set[int] | None = None
-        self._tried: set[int] = set()
+        self._floor: int | None = None
+        """The step that the epoch goes on from, -1 if there is none; ``None``: not looked up yet."""
+        self._greatest = -1
+        self._taken: dict[int, _Taken] = {}
+        self._spent: dict[int, int] = {}
+        """For a step that is not saved, the greatest attempt that has failed, or that a ticket was issued for."""
 
-    def check_free(self, step: int) -> None:
-        """Raises :class:`ExistsError` if the step is a checkpoint, or a save of ours; retention may have removed it."""
-        if step in self._tried and self._has_other_ranks:
-            raise ExistsError(f"step {step} has been saved in this run already: save the next one instead")
-        if step in self._known_steps() and (
-            self._catalog.is_committed(step) or any(save.step == step for save in self._saves.in_flight)
-        ):
+    def enter(self, parent: SaveId | None) -> None:
+        """Another epoch begins, which goes on from this checkpoint."""
+        self._floor = -1 if parent is None else parent.step
+        self._greatest = -1
+        self._taken, self._spent = {}, {}
+
+    def leave(self) -> None:
+        """Another epoch begins, which goes on from the newest checkpoint."""
+        self._floor = None
+        self._greatest = -1
+        self._taken, self._spent = {}, {}
+
+    @property
+    def are_free(self) -> bool:
+        """Whether no step of the present epoch has been taken."""
+        return not self._taken
+
+    def begin(self, step: int) -> int:
+        """Take the step.  Returns which attempt at it this is.
+
+        Raises :class:`ExistsError` if it is a checkpoint, or being saved, or not after the one that this run goes on
+        from.
+        """
+        self._check_new(step, self._look_up())
+        mine = _Taken(1 + self._spent.get(step, 0))
+        self._check_own(step, self._taken.setdefault(step, mine), mine)
+        self._greatest = max(self._greatest, step)
+        return mine.attempt
+
+    def give_back(self, step: int, attempt: int, has_failed: bool) -> None:
+        """It was not saved: it failed, or was skipped."""
+        if has_failed:
+            self._spent[step] = max(self._spent.get(step, 0), attempt)
+        found = self._taken.get(step)
+        if found is not None and found.attempt == attempt and not found.is_saved:
+            self._taken.pop(step, None)
+
+    def ended(self, save: Save) -> None:
+        """A save that was begun is over."""
+        if save.error is not None:
+            self.give_back(save.step, save.attempt, has_failed=True)
+            return
+        taken = self._taken.get(save.step)
+        if taken is not None and taken.attempt == save.attempt:  # else another epoch or attempt has begun meanwhile
+            taken.is_saved = True
+            self._spent.pop(save.step, None)
+
+    # --- tickets ---------------------------------------------------------------------------
+
+    def issue(self, step: int | None, least: int = 0) -> Ticket:
+        """Take a step (by default the next one, and not below ``least``) for every rank.  On one rank.
+
+        Raises :class:`ExistsError` as :meth:`begin` does.
+        """
+        floor = self._look_up()
+        while True:
+            wanted = max(floor + 1, self._greatest + 1, least) if step is None else step
+            self._check_new(wanted, floor)
+            mine = _Taken(1 + self._spent.get(wanted, 0), is_begun=False)
+            found = self._taken.setdefault(wanted, mine)
+            self._greatest = max(self._greatest, wanted)
+            if found is mine:
+                break
+            if step is not None:
+                self._check_own(wanted, found, mine)
+        self._spent[wanted] = mine.attempt
+        return Ticket(wanted, mine.attempt)
+
+    def redeem(self, ticket: Ticket) -> None:
+        """Begin what a ticket was issued for.  An earlier attempt at the step does not count any more: whoever issued
+        this one has given that one up.
+
+        Raises :class:`ExistsError` if this rank has redeemed it before, or the step is saved.
+        """
+        if self._floor is not None:
+            self._check_new(ticket.step, self._floor)
+        mine = _Taken(ticket.attempt)
+        found = self._taken.get(ticket.step)
+        if found is None and ticket.attempt > self._spent.get(ticket.step, 0):
+            found = self._taken.setdefault(ticket.step, mine)
+        if found is not None and found.attempt == ticket.attempt and not found.is_begun:
+            found.is_begun = True
+        elif found is not None and found.attempt < ticket.attempt and not found.is_saved:
+            self._taken[ticket.step] = mine
+        elif found is not mine:
+            raise ExistsError(f"the ticket for step {ticket.step}, attempt {ticket.attempt}, has been used already")
+        self._greatest = max(self._greatest, ticket.step)
+
+    def withdraw(self, ticket: Ticket) -> bool:
+        """Give it up.  Returns whether this rank had begun to save under it."""
+        found = self._taken.get(ticket.step)
+        is_begun = found is not None and found.attempt == ticket.attempt and found.is_begun
+        self.give_back(ticket.step, ticket.attempt, has_failed=True)
+        return is_begun
+
+    # --- inside ----------------------------------------------------------------------------
+
+    def _check_new(self, step: int, floor: int) -> None:
+        if step <= floor:
+            what = "is already a checkpoint" if step == floor else f"comes before step {floor}, the newest checkpoint"
             raise ExistsError(
-                f"step {step} is already a checkpoint in {self._catalog.root}, or is being saved right now: "
-                "restore() first and go on after the step it returns, or use another root"
+                f"step {step} {what} in {self._catalog.root}: restore() first and go on after the step it returns, "
+                f"rewind() to an earlier one, or use another root"
             )
 
-    def take(self, step: int) -> None:
-        self._known_steps().add(step)
-        self._tried.add(step)
+    def _check_own(self, step: int, found: _Taken, mine: _Taken) -> None:
+        if found is not mine:
+            what = "has been saved in this run already" if found.is_saved else "is being saved right now"
+            raise ExistsError(f"step {step} {what}: save the next one instead")
 
-    def look_again(self) -> None:
-        """Others may have added or removed checkpoints: ask the catalog at the next save."""
-        self._known = None
-
-    def _known_steps(self) -> set[int]:
-        if self._known is None:
-            self._known = set(self._catalog.step_dirs())
-        return self._known
+    def _look_up(self) -> int:
+        if self._floor is None:
+            newest = self._catalog.newest()
+            self._floor = -1 if newest is None else newest.step
+        return self._floor

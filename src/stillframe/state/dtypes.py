@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from typing import Any
 
 import torch
 
+from stillframe.errors import UnsupportedStateError
 from stillframe.format import limits, values
 from stillframe.format.values import Unencodable
 
@@ -19,6 +21,7 @@ DTYPE_NAMES: dict[torch.dtype, str] = {
     torch.float8_e4m3fnuz: "F8_E4M3FNUZ", torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
 }  # fmt: skip
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+_LIKE_A_DTYPE = re.compile(r"[a-z]+\d[a-z0-9_]*", re.ASCII)
 _ALL_DTYPES = {name: dtype for name, dtype in vars(torch).items() if isinstance(dtype, torch.dtype)}
 PLAIN_TENSORS = {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer}
 
@@ -70,7 +73,12 @@ def is_array(value: object) -> bool:
 
 
 def _dtype_from(data: dict[str, Any]) -> torch.dtype:
-    return _ALL_DTYPES[data["name"]]  # only looked up: an attribute of torch may import something
+    name = data["name"]
+    if name not in _ALL_DTYPES and _LIKE_A_DTYPE.fullmatch(name):
+        raise UnsupportedStateError(
+            f"a value is torch.{name}, a dtype that torch {torch.__version__} does not have: use a newer torch"
+        )
+    return _ALL_DTYPES[name]  # only looked up: an attribute of torch may import something
 
 
 def _size_from(data: dict[str, Any]) -> torch.Size:

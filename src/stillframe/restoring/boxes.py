@@ -13,8 +13,8 @@ from stillframe.checkpoint.catalog import Catalog
 from stillframe.checkpoint.stored import Located, Stored
 from stillframe.errors import ConfigError
 from stillframe.format import tree
-from stillframe.restore.load import Builder, Later
-from stillframe.restore.place import Placement
+from stillframe.restoring.load import Builder, Later
+from stillframe.restoring.place import Placement
 from stillframe.state.boxes import Box
 
 
@@ -22,7 +22,8 @@ class BoxReader:
     """The checkpoint of a step (the newest if none is given), open for reading box by box.
 
     :attr:`outline` is the state of all ranks as one, with every tensor on the meta device.  These tensors are what
-    :meth:`boxes` and :meth:`want` take.  Where each rank stored a value of its own, that of ``rank`` is taken.
+    :meth:`boxes` and :meth:`want` take.  Where each rank stored a value of its own, that of ``rank`` is taken; if
+    its part is not here, because the ranks did not share the root, that of the first rank that is.
 
     Raises: :class:`NotFoundError`, :class:`IntegrityError`, :class:`VersionError`.
     """
@@ -31,7 +32,9 @@ class BoxReader:
         self._checkpoint = Catalog(root).open(step)
         try:
             self.step = self._checkpoint.step
-            self._stored = Stored(self._checkpoint, rank, is_merged=True)
+            ranks = self._checkpoint.ranks
+            is_here = rank in ranks or rank % self._checkpoint.world_size in ranks
+            self._stored = Stored(self._checkpoint, rank if is_here else ranks[0], is_merged=True)
             self._placement = Placement(self._stored)
             outline = _Outline(self._stored, self._placement)
             later = outline.whole(self._stored.tree)

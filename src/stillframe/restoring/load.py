@@ -5,15 +5,16 @@ from __future__ import annotations
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
-from stillframe.checkpoint.catalog import Catalog
+from stillframe.checkpoint.catalog import Catalog, Checkpoint
 from stillframe.checkpoint.stored import Located, Stored
-from stillframe.errors import FormatError, NotFoundError, UnsupportedStateError
+from stillframe.errors import FormatError, IntegrityError, NotFoundError, UnsupportedStateError
 from stillframe.format import tree, values
-from stillframe.restore.place import Placement
+from stillframe.model import SaveId, check_step
+from stillframe.restoring.place import Placement
 from stillframe.state.codecs import codec_named
 from stillframe.units import MIB
 
@@ -123,13 +124,15 @@ def has_live_parts(node: tree.Node) -> bool:
 
 def load(
     root: str | os.PathLike[str],
-    step: int | None = None,
+    step: int | SaveId | None = None,
     *,
     only: str | Sequence[str] | None = None,
     rank: int = 0,
     merge: bool = True,
 ) -> Any:
     """The state of a step (the newest if none is given), verified, on the CPU, with no live objects.
+
+    ``step`` may also be a ``SaveId``: exactly that save, on the branch or not.
 
     An object that had a ``state_dict`` comes back as that dict.  ``only`` names the parts wanted, by path
     (``"model"``, ``"optimizer/state/0"``) or pattern (``"model/*.bias"``): only their chunks are read; an
@@ -143,10 +146,9 @@ def load(
     Raises: :class:`NotFoundError`, :class:`IntegrityError`, :class:`VersionError`.
     """
     patterns = None if only is None else (only,) if isinstance(only, str) else tuple(only)
-    with Catalog(root).open(step) as checkpoint:
-        if rank not in checkpoint.ranks:
-            raise NotFoundError(f"step {checkpoint.step} has no rank {rank}; it was saved by {checkpoint.world_size}")
-        stored = Stored(checkpoint, rank, is_merged=merge)
+
+    def read(checkpoint: Checkpoint) -> Any:
+        stored = Stored(checkpoint, _seen_by(checkpoint, rank), is_merged=merge)
         placement = Placement(stored)
         builder = Builder(stored, placement, patterns)
         later = builder.build(stored.tree)
@@ -155,6 +157,44 @@ def load(
             raise NotFoundError(f"only={only!r} matches nothing in step {checkpoint.step}; it holds {some}, …")
         placement.fill()
         return later()
+
+    return read_while_it_is_there(Catalog(root), step, read)
+
+
+def _seen_by(checkpoint: Checkpoint, rank: int) -> int:
+    """The rank, if its part is here; rank 0 is the default, and may be on another node."""
+    if rank in checkpoint.ranks or (rank == 0 and checkpoint.ranks):
+        return rank if rank in checkpoint.ranks else checkpoint.ranks[0]
+    raise NotFoundError(f"step {checkpoint.step} has no rank {rank}; it was saved by {checkpoint.world_size}")
+
+
+_T = TypeVar("_T")
+_TRIES = 10
+
+
+def read_while_it_is_there(catalog: Catalog, step: int | SaveId | None, read: Callable[[Checkpoint], _T]) -> _T:
+    """Open a step (the newest if none is given) and read it; if a run removes it meanwhile, take the next newest.
+
+    Raises: what ``read`` raises; :class:`NotFoundError`, also if the step that was asked for is removed meanwhile.
+    """
+    save = SaveId(0)
+    for _ in range(_TRIES):
+        if isinstance(step, SaveId):
+            found: SaveId | None = step
+        else:
+            found = catalog.newest() if step is None else catalog.find(check_step(step))
+        if found is None:
+            raise NotFoundError(f"there is no checkpoint in {catalog.root}")
+        save = found
+        try:
+            with catalog.open_save(save) as checkpoint:
+                return read(checkpoint)
+        except (IntegrityError, NotFoundError):
+            if catalog.is_committed(save):
+                raise
+        if step is not None:
+            break
+    raise NotFoundError(f"step {save.step} was removed from {catalog.root} while it was read")
 
 
 BATCH_BYTES = 256 * MIB

@@ -12,10 +12,10 @@ import torch
 
 from stillframe.checkpoint.stored import Located, Stored
 from stillframe.format import tree
-from stillframe.restore.findings import Findings, form_text, kind_text
-from stillframe.restore.load import Builder, Later, has_live_parts
-from stillframe.restore.match_objects import Objects
-from stillframe.restore.place import Placement
+from stillframe.restoring.findings import Findings, form_text, kind_text
+from stillframe.restoring.load import Builder, Later, has_live_parts
+from stillframe.restoring.match_objects import Objects
+from stillframe.restoring.place import Placement
 from stillframe.state.dtypes import is_array
 from stillframe.state.train_state import TrainState
 from stillframe.state.walk import is_stateful

@@ -14,9 +14,9 @@ import torch
 
 from stillframe.checkpoint.stored import Located
 from stillframe.format import tree
-from stillframe.restore.findings import Findings, kind_text
-from stillframe.restore.load import Builder, Later
-from stillframe.restore.place import Placement
+from stillframe.restoring.findings import Findings, kind_text
+from stillframe.restoring.load import Builder, Later
+from stillframe.restoring.place import Placement
 from stillframe.state.train_state import TrainState, clean
 from stillframe.state.walk import module_state
 

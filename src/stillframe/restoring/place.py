@@ -23,7 +23,6 @@ from stillframe.checkpoint.read import read_chunks
 from stillframe.checkpoint.stored import Located, Stored, StoredBox
 from stillframe.errors import FormatError, MismatchError
 from stillframe.format import tree
-from stillframe.format.segment import Shard
 from stillframe.state.boxes import Box
 from stillframe.state.dtypes import DTYPES
 from stillframe.state.memory import byte_extent, is_plain, row_slices
@@ -116,6 +115,17 @@ class Placement:
             noted = self._boxes.setdefault((stored.rank, stored.shard), [])
             noted.append(_ShardBox(in_shard, shape, target, first, last + 1))
 
+    def check_filled(self, leaf: Located) -> None:
+        """Before memory or disk is asked for: the boxes of a sharded tensor have as many items as its shape says.
+
+        Raises: :class:`FormatError`; :class:`MismatchError` if the other boxes lie in other roots.
+        """
+        if isinstance(leaf.node, tree.ShardedNode) and not any(
+            sum(math.prod(box.shape) for box in found) >= math.prod(leaf.node.shape)
+            for found in self._stored.sources(leaf)
+        ):
+            raise self._incomplete(leaf)
+
     def _incomplete(self, leaf: Located) -> Exception:
         """Why the boxes of a sharded tensor do not make it up."""
         assert isinstance(leaf.node, tree.ShardedNode)
@@ -145,12 +155,14 @@ class Placement:
         if key not in self._fresh:
             whole = leaf if view is None else _base(leaf)
             dtype, shape = self.form(whole)
+            if like is None:
+                self.check_filled(whole)
             base = _empty(shape, dtype, device, like)
             self._fresh[key] = whole, base
             for box in boxes_of(base):
                 self._fetch(whole, box, box.of(local_of(base)))
         base = self._fresh[key][1]
-        return base if view is None else _strided(base, view, self._stored.shard(leaf))
+        return base if view is None else _strided(base, view)
 
     def fresh_tensors(self) -> list[tuple[Located, torch.Tensor]]:
         """The new tensors so far, each with what goes into it."""
@@ -299,15 +311,9 @@ def _without_repeats(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _strided(base: torch.Tensor, view: tree.View, shard: Shard) -> torch.Tensor:
-    dtype = _dtype(view.dtype)
-    numbers = (view.offset, *view.shape, *view.stride)
-    if len(view.shape) != len(view.stride) or not all(0 <= number < 1 << 62 for number in numbers):
-        raise FormatError(f"a view of {shard.name!r} is malformed")
-    last = view.offset + sum((size - 1) * stride for size, stride in zip(view.shape, view.stride, strict=True))
-    if not 0 < math.prod(view.shape) < 1 << 62 or (last + 1) * dtype.itemsize > shard.nbytes:
-        raise FormatError(f"a view of {shard.name!r} reaches outside of it")
-    window = torch.empty(0, dtype=dtype, device=base.device)
+def _strided(base: torch.Tensor, view: tree.View) -> torch.Tensor:
+    """A view that has passed :func:`tree.check_tree`."""
+    window = torch.empty(0, dtype=_dtype(view.dtype), device=base.device)
     return window.set_(base.untyped_storage(), view.offset, view.shape, view.stride)
 
 

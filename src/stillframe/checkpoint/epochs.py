@@ -1,0 +1,145 @@
+"""Epochs: which life of the run a writer belongs to.
+
+No lock can stop the late write of a keeper that was paused, and a lock that can be had proves nothing on some network
+file systems.  So safety is two orders:
+
+- who writes in an epoch puts a manifest or a tombstone, *then* lists the epochs; if a newer one is there, the manifest
+  is not reported as committed, and the tombstone is withdrawn;
+- who begins an epoch claims it, *then* lists the saves, then chooses which one to go on from.
+
+So a successor sees every commit that was reported, and nobody deletes what it chose.
+"""
+
+from __future__ import annotations
+
+import secrets
+
+from stillframe.checkpoint.catalog import Catalog
+from stillframe.errors import BusyError, ConfigError, FormatError, IntegrityError, NotFoundError, StorageError
+from stillframe.format import limits, names
+from stillframe.format.epochs import Claim, Parent, decode_claim, encode_claim, encode_parent
+from stillframe.lineage import Row, continue_from
+from stillframe.model import SaveId
+from stillframe.store.protocol import Missing, NotOurs, Store, read_all
+
+_RECENT = 16
+"""So many of the newest epochs are looked at for one of our own."""
+_TRIES = 100
+_KEPT = 20
+"""The files of so many epochs stay, even if nothing that is stored comes from them."""
+
+
+def next_epoch(catalog: Catalog) -> int:
+    """The number after all that have been claimed or used for a save.  Raises :class:`StorageError`."""
+    used = [save.epoch for name in catalog.store.list() if (save := names.parse_step_dir(name.rstrip("/")))]
+    return max([0, *catalog.epochs(), *used]) + 1
+
+
+def is_newest(catalog: Catalog, epoch: int) -> bool:
+    """Whether no later epoch has been claimed.  Raises :class:`StorageError`.
+
+    First puts a file of its own beside the claims: a network file system may answer from its cache what a client lists
+    in a directory that this client has not changed.
+    """
+    catalog.store.put(names.seen(epoch), b"", durable=False)
+    return max(catalog.epochs(), default=0) <= epoch
+
+
+def claim(catalog: Catalog, run: str, sequence: int, number: int | None = None) -> int:
+    """Begin an epoch: the next free number, or ``number`` where the ranks have agreed on one.  May be repeated.
+
+    Raises: :class:`StorageError`; :class:`BusyError` if the number is another run's.
+    """
+    found = find_claim(catalog, run, sequence)
+    if found is not None:
+        return found
+    for _ in range(_TRIES):
+        epoch = number or next_epoch(catalog)
+        if epoch > names.MAX_EPOCH:
+            raise ConfigError(f"{catalog.root} has had {names.MAX_EPOCH} epochs: use another root")
+        if catalog.store.put_new(names.claim(epoch), encode_claim(Claim(epoch, run, sequence))):
+            return epoch
+        if number is not None:
+            break
+    raise BusyError(f"another run has just begun in {catalog.root}: one run writes to a root")
+
+
+def find_claim(catalog: Catalog, run: str, sequence: int) -> int | None:
+    """The epoch that this run has claimed as its ``sequence``-th, if it is among the newest ones."""
+    for epoch in sorted(catalog.epochs(), reverse=True)[:_RECENT]:
+        claimed = read_claim(catalog.store, epoch)
+        if claimed is not None and (claimed.run, claimed.sequence) == (run, sequence):
+            return epoch
+    return None
+
+
+def read_claim(store: Store, epoch: int) -> Claim | None:
+    """Who has claimed an epoch, as far as that can be read.  Raises :class:`StorageError`."""
+    key = names.claim(epoch)
+    try:
+        return decode_claim(read_all(store, key, limits.MAX_NOTE_BYTES), file=store.where(key))
+    except (Missing, NotOurs, FormatError):  # FormatError: then it is not ours, either
+        return None
+
+
+def find_parent(catalog: Catalog, run: str, sequence: int) -> Parent | None:
+    """What rank 0 has put down for the epoch, if it has by now.  Raises :class:`StorageError`."""
+    for epoch in sorted(catalog.epochs(), reverse=True)[:_RECENT]:
+        found = catalog.parent(epoch)
+        if found is not None and (found.run, found.sequence) == (run, sequence):
+            return found
+    return None
+
+
+def begin(catalog: Catalog, epoch: int, run: str, sequence: int, parent: SaveId | None, is_shared: bool) -> Parent:
+    """Put down, durably, what a claimed epoch goes on from.  May be repeated: the first word stands.
+
+    Raises: :class:`StorageError`.
+    """
+    rows = _lineage_of(catalog, parent) if parent is not None else []
+    lineage = list(continue_from(parent, rows))[: limits.MAX_LINEAGE_ROWS]
+    wanted = Parent(epoch, run, sequence, is_shared, parent, lineage)
+    if not catalog.store.put_new(names.parent(epoch), encode_parent(wanted)):
+        found = catalog.parent(epoch)
+        if found is None:
+            raise StorageError(f"{catalog.store.where(names.parent(epoch))} is there and is not: is the root in order?")
+        return found
+    return wanted
+
+
+def begin_by_hand(catalog: Catalog) -> int:
+    """Begin an epoch that saves nothing, for somebody who removes things where no run lives.  Returns its number.
+
+    It is put down what it goes on from, the newest checkpoint, before anything goes: a paused run of an earlier epoch
+    that then puts down a save which is gone by now is not asked any more.  Raises: as :func:`claim`.
+    """
+    run = secrets.token_hex(4)
+    epoch = claim(catalog, run, 0)
+    begin(catalog, epoch, run, 0, catalog.newest(), catalog.look().is_shared)
+    return epoch
+
+
+def _lineage_of(catalog: Catalog, save: SaveId) -> list[Row]:
+    """The lineage of a checkpoint's epoch; as far as manifests tell, where the epoch's own file is gone."""
+    rows: list[Row] = []
+    at: SaveId | None = save
+    while at is not None:
+        known = catalog.parent(at.epoch)
+        if known is not None:
+            return [*rows, *known.lineage]
+        try:
+            at = catalog.manifest(at).parent
+        except (NotFoundError, IntegrityError):
+            break
+        rows += [Row(at.epoch, at.step)] if at is not None else []
+    return rows
+
+
+def forget(catalog: Catalog, current: Parent) -> None:
+    """Remove the files of old epochs that the branch does not come from.  Raises :class:`StorageError`."""
+    wanted = {current.epoch, *(row.epoch for row in current.lineage)}
+    old = [epoch for epoch in sorted(catalog.epochs(), reverse=True)[_KEPT:] if epoch not in wanted]
+    for epoch in old:
+        listed = catalog.store.list(names.epoch_dir(epoch))
+        files = [f"{names.epoch_dir(epoch)}/{name}" for name in listed if not name.endswith("/")]
+        catalog.store.delete([names.seen(epoch), *files, f"{names.epoch_dir(epoch)}/"])

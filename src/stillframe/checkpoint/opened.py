@@ -1,0 +1,137 @@
+"""One checkpoint, open for reading: its manifest, and each rank's seal and segment."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from stillframe.checkpoint.seals import read_seal
+from stillframe.errors import FormatError, IntegrityError, NotFoundError, StillframeError, StorageError
+from stillframe.format import names
+from stillframe.format.records import Manifest, RankEntry, Seal
+from stillframe.model import SaveId
+from stillframe.store.lock import FileLock, NoLocks
+from stillframe.store.protocol import Missing, NotOurs, Store
+
+if TYPE_CHECKING:
+    from stillframe.checkpoint.catalog import Catalog
+
+
+def read_error(doing: str, error: StorageError) -> StillframeError:
+    """What a failed read of a checkpoint means: damage if what should be there is not, else a trouble of the moment."""
+    if isinstance(error, Missing | NotOurs):
+        return IntegrityError(f"{doing}: {error}")
+    return StorageError(f"{doing}: {error}; the checkpoint itself may be whole")
+
+
+class RankPart:
+    """One rank's part of a checkpoint: its seal, and its segment."""
+
+    def __init__(self, store: Store, manifest: Manifest, entry: RankEntry) -> None:
+        self.rank = entry.rank
+        self._store, self._key = store, names.key(manifest.save, names.segment(entry.rank))
+        self.path = Path(store.where(self._key))
+        self.seal = _read_seal(store, manifest, entry)
+        try:
+            info = store.head(self._key)
+        except StorageError as error:
+            raise read_error(f"{self.path} cannot be looked at", error) from error
+        size = self.seal.segment.bytes
+        if info is None or not info.is_ours or info.size != size or size != entry.segment_bytes:
+            found = "is missing" if info is None else f"has {info.size} bytes instead of {size}"
+            raise IntegrityError(f"{self.path} {found if info is None or info.is_ours else 'is not a regular file'}")
+
+    def read(self, offset: int, into: memoryview) -> int:
+        """Bytes of the segment.  Raises :class:`StorageError`."""
+        return self._store.read(self._key, offset, into)
+
+
+class Checkpoint:
+    """One committed checkpoint, open for reading.  Thread: :meth:`of` is safe from any."""
+
+    def __init__(self, catalog: Catalog, save: SaveId) -> None:
+        self.path = catalog.dir(save)
+        self.save = save
+        self._catalog = catalog
+        self._opening = threading.Lock()
+        self._parts: dict[int, RankPart] = {}
+        self._lock: FileLock | None = None
+        try:
+            self._hold()
+            if not catalog.is_committed(save):
+                raise catalog.not_found(save.step)
+            self.manifest = catalog.manifest(save)
+            self._entries = {entry.rank: entry for entry in self.manifest.ranks}
+            if len(self._entries) == 1:
+                self.of(*self._entries)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def step(self) -> int:
+        return self.save.step
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks wrote it."""
+        return self.manifest.world_size
+
+    @property
+    def ranks(self) -> list[int]:
+        """Whose parts can be read here: all, or some where the roots are not shared."""
+        return list(self._entries)
+
+    def of(self, rank: int) -> RankPart:
+        """One rank's part; its seal is read when first asked for.
+
+        Raises: :class:`NotFoundError` if this root does not hold it; :class:`IntegrityError`; :class:`VersionError`.
+        """
+        with self._opening:
+            part = self._parts.get(rank)
+            if part is None:
+                entry = self._entries.get(rank)
+                if entry is None:
+                    raise NotFoundError(f"the part of rank {rank} is not in {self.path}; this root is not shared")
+                part = self._parts[rank] = RankPart(self._catalog.store, self.manifest, entry)
+            return part
+
+    def release(self, rank: int) -> None:
+        """Forget one rank's seal; it is read again when asked for."""
+        with self._opening:
+            self._parts.pop(rank, None)
+
+    def close(self) -> None:
+        """Let go of the lock; may be called again."""
+        if self._lock is not None:
+            self._lock.close()
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _hold(self) -> None:
+        """Ask retention to pass it over, as far as locks go; where there are none, what is removed is found missing."""
+        with contextlib.suppress(NoLocks, StorageError):  # reading it says what is wrong
+            self._lock = FileLock(self._catalog.store, self._catalog.commit_key(self.save), is_shared=True)
+            self._lock.acquire()
+
+
+def _read_seal(store: Store, manifest: Manifest, entry: RankEntry) -> Seal:
+    where = store.where(names.key(manifest.save, names.seal(entry.rank)))
+    try:
+        seal, known_by = read_seal(store, manifest.save, entry.rank)
+    except StorageError as error:
+        raise read_error(f"{where} cannot be read", error) from error
+    if known_by != entry.seal_digest:
+        raise IntegrityError(f"{where} is damaged: its checksum is not the one in the manifest")
+    if (seal.save, seal.rank, seal.world_size) != (manifest.save, entry.rank, manifest.world_size):
+        raise FormatError(f"{where} belongs to another checkpoint")
+    return seal

@@ -1,0 +1,19 @@
+"""What every part of a keeper goes by."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from stillframe.store.protocol import Store
+
+COORDINATOR = 0
+"""The rank whose keeper commits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    store: Store
+    run: str
+    """Made up when the run started; the same on every rank."""
+    world_size: int
+    deadline_s: float

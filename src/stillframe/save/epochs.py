@@ -1,0 +1,84 @@
+"""Where a run goes on from: each ``restore`` and ``rewind`` begins an epoch (:mod:`stillframe.checkpoint.epochs`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from stillframe.checkpoint.catalog import Catalog
+from stillframe.model import SaveId
+from stillframe.ranks.agreement import agree_on_epoch, agree_on_step
+from stillframe.ranks.group import Group
+from stillframe.save.keeper_client import KeeperClient
+from stillframe.save.steps import TakenSteps
+
+
+class Epochs:
+    """Thread: the training thread's.
+
+    ``settle``: the root is ours, and what we saved is committed.
+    """
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        group: Group,
+        keeper: KeeperClient,
+        steps: TakenSteps,
+        settle: Callable[[], None],
+    ) -> None:
+        self._catalog = catalog
+        self._group = group
+        self._keeper = keeper
+        self._steps = steps
+        self._settle = settle
+        self._parent: SaveId | None = None
+        self._is_parent_known = False
+        self._sequence = 0
+        """Counted here, where every rank comes by, whatever fails on one of them."""
+        self._has_entered = False
+        self._number: int | None = None
+
+    def beginning(self) -> Callable[[], None]:
+        """What every rank does before the run chooses where to go on from: claim an epoch, once.
+
+        So the run sees everything that any run before it has reported.
+        """
+        number = agree_on_epoch(self._group, self._catalog, self._keeper.agreed_epoch)
+        self._sequence += 1
+        self._has_entered = False
+
+        def claim() -> None:
+            if not self._has_entered:
+                self._settle()
+                self._has_entered = True
+                self._keeper.enter(self._sequence, number)
+
+        self._number = number
+        return claim
+
+    def resume(self, save: SaveId | None) -> None:
+        """The epoch goes on from this checkpoint.  Put down with the first save: who only looks leaves no trace."""
+        self._parent, self._is_parent_known = save, True
+        self._keeper.resume(save)
+        self._steps.enter(save)
+
+    def keep_on(self) -> None:
+        """A restore has failed, perhaps after it began an epoch: training goes on from where it was."""
+        if not self._has_entered:
+            self._keeper.note_epoch(self._sequence, self._number)
+        if self._steps.are_free:
+            if self._is_parent_known:
+                self._keeper.resume(self._parent, is_new=False)
+        else:  # it was at its own newest save
+            self._is_parent_known = False
+            self._steps.leave()
+
+    def rewind(self, step: int) -> None:
+        """The epoch goes on from this step, durably.  Blocks; raises."""
+        try:
+            save = agree_on_step(self._group, self._catalog, step, self.beginning())
+        except BaseException:
+            self.keep_on()
+            raise
+        self.resume(save)
+        self._keeper.rewind(save)

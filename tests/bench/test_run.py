@@ -100,9 +100,10 @@ def test_an_interrupt_keeps_the_results_and_nothing_else(tmp_path: Path, number:
     while not (tmp_path / "out/stall.json").exists():
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    time.sleep(2.5)  # now it is in the middle of a run
-    below = psutil.Process(process.pid).children(recursive=True)
-    assert below
+    time.sleep(2.5)
+    while not (below := psutil.Process(process.pid).children(recursive=True)):  # now it is in the middle of a run
+        assert time.monotonic() < deadline + 30
+        time.sleep(0.05)
     process.send_signal(number)
     told, _ = process.communicate(timeout=60)
     assert process.returncode == 130, told

@@ -274,7 +274,8 @@ class KeeperClient:
         return self._saves.owes_news(until_sealed=self._others is not None)
 
     def _is_awaited(self) -> bool:
-        return self._saves.is_awaited or (self._arena is not None and self._arena.is_awaited)
+        is_room_awaited = self._arena is not None and self._arena.is_awaited
+        return self._saves.is_awaited or bool(self._answers) or is_room_awaited
 
     def _on_exit(self, process: KeeperProcess, error: KeeperError | None) -> None:
         with self._lock:

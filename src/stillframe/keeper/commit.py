@@ -299,7 +299,7 @@ class Member:
             is_there = store.put_new(key, read_all(store, key, limits.MAX_MANIFEST_BYTES))  # the same bytes: durable
             if store.head(names.key(self._id, names.seal(self.save.draft.rank))) is None:
                 store.delete([key, f"{names.step_dir(self._id)}/"])  # retention has removed it all meanwhile
-                return True
+                is_there = True
         except Missing:
             aside = self.save.catalog.aside(self._id)
             is_there = aside is not None and aside.was_committed

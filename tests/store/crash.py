@@ -3,6 +3,7 @@
 The model of a disk: data that was not fsynced is there or not for each block of 4096 bytes, and the block that was
 written last may be torn at 512; the size likewise.  Each change of a directory's entry is lost or kept alone, until
 that directory is fsynced; a rename is two of them.  fsync of a file makes its data and size durable, not its name.
+fsync of a directory covers what was there when it was called, and only when it has returned.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -29,8 +31,19 @@ State: TypeAlias = "tuple[tuple[str, int, bytes | None], ...]"
 class _Directory:
     now: dict[str, int] = field(default_factory=dict)
     durable: dict[str, int] = field(default_factory=dict)
-    lost: dict[str, list[int | None]] = field(default_factory=dict)
-    """What each name that changed since the last fsync has meant since."""
+    lost: dict[str, list[tuple[int, int | None]]] = field(default_factory=dict)
+    """What each name that changed since the last fsync has meant since, and since when."""
+
+    def sync(self, until: int) -> None:
+        """What was changed up to this time is durable."""
+        for name, history in list(self.lost.items()):
+            newest = max((number for number, (time, _) in enumerate(history) if time <= until), default=0)
+            self.durable.pop(name, None)
+            if (child := history[newest][1]) is not None:
+                self.durable[name] = child
+            self.lost[name] = history[newest:]
+            if len(self.lost[name]) == 1:
+                del self.lost[name]
 
 
 @dataclass
@@ -45,27 +58,37 @@ def _block(data: bytes, number: int) -> bytes:
     return data[number * BLOCK : (number + 1) * BLOCK].ljust(BLOCK, b"\0")
 
 
+Choose: TypeAlias = Callable[[list[Any]], Any]
+
+
 class Disk:
-    def __init__(self) -> None:
+    """``hints``: names of files that are never fsynced, and decide nothing: one of their states is drawn each time."""
+
+    def __init__(self, hints: str = "(?!)", chance: random.Random | None = None) -> None:
+        self._hints, self._chance = re.compile(hints), chance or random.Random(0)
         self._directories: dict[int, _Directory] = {TOP: _Directory()}
         self._files: dict[int, _File] = {}
+        self._time = 0
 
     def apply(self, event: Event) -> None:
+        """``sync``: its number tells how many events had happened when it was called; 0: all before it."""
         what, node, name, number, data = event
+        self._time += 1
+        if what == "nothing":
+            return
         if what in ("name", "mkdir", "drop"):
             directory = self._directories[node]
             if what == "mkdir":
                 self._directories[number] = _Directory()
             elif what == "name" and number not in self._directories:
                 self._files.setdefault(number, _File())
-            before = directory.lost.setdefault(name, [directory.durable.get(name)])
-            before.append(None if what == "drop" else number)
+            before = directory.lost.setdefault(name, [(0, directory.durable.get(name))])
+            before.append((self._time, None if what == "drop" else number))
             directory.now.pop(name, None)
             if what != "drop":
                 directory.now[name] = number
         elif what == "sync" and node in self._directories:
-            directory = self._directories[node]
-            directory.durable, directory.lost = dict(directory.now), {}
+            self._directories[node].sync(number or self._time)
         elif what == "sync":
             self._files[node] = _File(self._files[node].now, self._files[node].now)
         else:
@@ -83,15 +106,16 @@ class Disk:
             torn = [new[:at] + old[at:] for at in (512, BLOCK - 512)]
             file.versions.setdefault(block, []).extend([new, *torn])
 
-    def state(self, choose: Callable[[list[Any]], Any]) -> State:
+    def state(self, choose: Choose) -> State:
         found: list[tuple[str, int, bytes | None]] = []
-        judged: set[int] = set()
+        judged: dict[int, Choose] = {}
 
         def walk(node: int, path: str) -> None:
             directory = self._directories[node]
             for name in sorted({*directory.durable, *directory.lost, *directory.now}):
-                options: list[Any] = directory.lost.get(name, [directory.durable.get(name)])
-                child = directory.now.get(name) if name.endswith(PARTIAL) else choose(_distinct(options))
+                options = [each for _, each in directory.lost.get(name, [(0, directory.durable.get(name))])]
+                draw = self._chance.choice if self._hints.search(name) else choose
+                child = directory.now.get(name) if name.endswith(PARTIAL) else draw(_distinct(options))
                 if child is None:
                     continue
                 if child in self._directories:
@@ -99,16 +123,18 @@ class Disk:
                     walk(child, f"{path}{name}/")
                 else:
                     found.append((path + name, child, b""))
-                    if not name.endswith((PARTIAL, SPARE)):
-                        judged.add(child)
+                    if not name.endswith((PARTIAL, ".spare")):
+                        judged[child] = draw
 
         walk(TOP, "")
-        contents = {node: self._content(self._files[node], choose) for node in sorted(judged)}
+        contents = {node: self._content(self._files[node], draw) for node, draw in sorted(judged.items())}
         return tuple(
             (path, node, None if content is None else contents.get(node, b"")) for path, node, content in found
         )
 
-    def _content(self, file: _File, choose: Callable[[list[Any]], Any]) -> bytes:
+    def _content(self, file: _File, choose: Choose) -> bytes:
+        if not file.versions and not file.sizes:
+            return file.durable
         size = choose(_distinct([len(file.now), len(file.durable), *file.sizes]))
         blocks = [
             choose(_distinct([_block(file.now, each), _block(file.durable, each), *file.versions[each]]))

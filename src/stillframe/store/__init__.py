@@ -2,35 +2,79 @@
 
 protocol   the seven verbs, and their contract
 posix      a file system (root: what a path may be, blob: large files, calls: every system call, trouble: errors)
+objects    object stores: S3, Google Cloud Storage, Azure (server: every request, and its errors;
+           clouds: what differs between them, profile: keys of an AWS profile)
 memory     the whole contract in memory, with faults
+address    where a root is: a directory, or a URL
 lock       advisory locks, as hints
 files      the user's own files, outside any root
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
 
+from stillframe.errors import ConfigError
+from stillframe.store.address import directory_address as directory_address
+from stillframe.store.address import is_url as is_url
+from stillframe.store.address import root_address as root_address
+from stillframe.store.address import root_text as root_text
+from stillframe.store.address import without_secrets as without_secrets
+from stillframe.store.clouds import endpoint_of as endpoint_of
+from stillframe.store.objects import ObjectStore, open_objects
 from stillframe.store.posix import PosixStore
 from stillframe.store.protocol import Info, Store, read_range
+from stillframe.store.server import again_s as again_s
 
 
-def open_store(root: str | os.PathLike[str] | Store) -> Store:
-    """The store of a root; a store is returned as it is."""
-    return PosixStore(root) if isinstance(root, str | os.PathLike) else root
+def open_store(root: str | os.PathLike[str] | Store, storage_options: Mapping[str, Any] | None = None) -> Store:
+    """The store of a root; a store is returned as it is.  Raises :class:`ConfigError`."""
+    if not isinstance(root, str | os.PathLike):
+        return root
+    address = root_address(root)
+    if is_url(address):
+        return open_objects(address, storage_options)
+    if storage_options:
+        raise ConfigError(f"storage_options= are for object stores; {address} is a directory")
+    return PosixStore(address)
+
+
+def hastily(store: Store) -> contextlib.AbstractContextManager[None]:
+    """What this thread asks of a keeper's store in here somebody waits for: minutes of patience are for saves."""
+    return store.server.hastily() if isinstance(store, ObjectStore) else contextlib.nullcontext()
+
+
+def silence(store: Store, seconds: float) -> str:
+    """That nobody has answered for so long, and where: a part of a sentence."""
+    at = f" at {store.server.at}" if isinstance(store, ObjectStore) and store.server.at else ""
+    where = "does it run, and can it be reached from here?" if isinstance(store, ObjectStore) else "is it mounted?"
+    return f"nobody has answered{at} for {seconds:g} s: {where}"
 
 
 def heads(store: Store, directory: str, names: Sequence[str], count: int) -> Iterator[tuple[str, bytes]]:
     """(name, first bytes) of many files of one directory.  Raises :class:`Missing`; :class:`StorageError`."""
-    if isinstance(store, PosixStore):
+    if isinstance(store, PosixStore | ObjectStore):
         return store.heads(directory, names, count)
     return ((name, read_range(store, f"{directory}/{name}", 0, count)) for name in names)
 
 
+def opened(store: Store, key: str) -> tuple[Info | None, Callable[[int, memoryview], int]]:
+    """What :meth:`Store.head` tells of a key, and :meth:`Store.read` of it, for somebody who will read often.
+
+    What is read is what the key held when this was called, as long as that is there; after that, what it holds then.
+    """
+    if isinstance(store, ObjectStore):
+        return store.opened(key)
+    return store.head(key), partial(store.read, key)
+
+
 def infos(store: Store, directory: str) -> dict[str, Info]:
     """The files in a directory, by name: what :meth:`Store.head` tells of each."""
-    if isinstance(store, PosixStore):
+    if isinstance(store, PosixStore | ObjectStore):
         return store.infos(directory)
     found = {name: store.head(f"{directory}/{name}") for name in store.list(directory) if not name.endswith("/")}
     return {name: info for name, info in found.items() if info is not None}

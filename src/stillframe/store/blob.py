@@ -194,6 +194,9 @@ class BlobWriter:
                     continue
                 data, offset = data[written:], offset + written
 
+    def reuse(self, offset: int, nbytes: int) -> bool:
+        return False  # each attempt has a file of its own
+
     def finish(self) -> None:
         with translated(self._doing), self._in_use() as file:
             if self._was_tried:  # after an fsync that failed the next one says nothing: the pages count as clean

@@ -9,9 +9,10 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from stillframe.errors import ExistsError
 from stillframe.store.posix import PosixStore
@@ -35,6 +36,16 @@ def kind_of(path: str | os.PathLike[str]) -> Kind:
 def is_taken(path: str | os.PathLike[str]) -> bool:
     """Whether anything has the name, also a link that leads nowhere."""
     return os.path.lexists(path)
+
+
+def real_path(path: str | os.PathLike[str]) -> str:
+    """Where a path leads, as far as it exists."""
+    return os.path.realpath(path)
+
+
+def is_below(inner: str, outer: str) -> bool:
+    """Whether a path, or a URL, lies inside another one."""
+    return inner.startswith(outer.rstrip("/") + "/") and inner != outer
 
 
 def is_writable(path: str | os.PathLike[str]) -> bool:
@@ -137,6 +148,13 @@ def _remove(partial: Path) -> None:
         partial.unlink(missing_ok=True)
 
 
+@contextlib.contextmanager
+def scratch_directory(prefix: str) -> Iterator[str]:
+    """An empty directory where the system keeps such things; it goes when the block ends."""
+    with tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True) as directory:
+        yield directory
+
+
 def make_directory(path: Path) -> None:
     path.mkdir()
 
@@ -155,3 +173,11 @@ def mapped(path: Path, size: int | None = None) -> mmap.mmap:
         return mmap.mmap(fd, length)
     finally:
         os.close(fd)
+
+
+def is_open_at(file: Any, path: str | os.PathLike[str]) -> bool:
+    """Whether this open file is the one that is at this path now; not if that cannot be told."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
+    except (AttributeError, OSError, TypeError, ValueError):
+        return False

@@ -12,8 +12,8 @@ from stillframe.store.protocol import Store
 from stillframe.store.trouble import trouble
 
 _NO_LOCKS = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS}
-_NOTE_BYTES = 16384
-"""Room for the longest: a failure of 2,000 characters, each of up to six bytes."""
+NOTE_BYTES = 4096
+"""Of every note: one page, written and read by one call; a disk that is full later has room for the next one."""
 
 
 class NoLocks(Exception):
@@ -54,8 +54,8 @@ class FileLock:
         return self._store.is_same(self._key, self._fd)
 
     def read(self) -> bytes:
-        """The note, as far as it can be read."""
-        buffer = bytearray(_NOTE_BYTES)
+        """The note, as far as it can be read, with the blanks that fill it up."""
+        buffer = bytearray(NOTE_BYTES)
         with contextlib.suppress(OSError):
             return bytes(buffer[: self._store.calls.pread(self._fd, memoryview(buffer), 0)])
         return b""
@@ -66,10 +66,10 @@ class FileLock:
 
     def write(self, note: bytes) -> None:
         """Best effort: a full disk takes no note, and the lock holds all the same."""
+        assert len(note) <= NOTE_BYTES
         with contextlib.suppress(OSError):
             if self.is_changeable():
-                self._store.calls.pwrite(self._fd, memoryview(note), 0)
-                self._store.calls.truncate(self._fd, len(note))
+                self._store.calls.pwrite(self._fd, memoryview(note.ljust(NOTE_BYTES)), 0)
 
     def close(self) -> None:
         """May be called again."""

@@ -13,6 +13,7 @@ import stat
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final, TypeVar
 
+from stillframe.store.address import root_address
 from stillframe.store.blob import BlobWriter, Spare, read_blob, read_whole
 from stillframe.store.calls import CALLS, Calls
 from stillframe.store.protocol import Capabilities, Data, Info, check_key, check_new_key
@@ -31,7 +32,7 @@ class PosixStore:
 
     def __init__(self, root: str | os.PathLike[str], *, spare: str = "", calls: Calls = CALLS) -> None:
         self.calls = calls
-        self._root = Root(os.path.abspath(os.fspath(root)), calls)
+        self._root = Root(root_address(root), calls)
         self._spare_name = spare
         self._spare = Spare(self._root, spare)
 
@@ -74,7 +75,7 @@ class PosixStore:
 
         return self._write(key, work, durable=True)
 
-    def writer(self, key: str, size: int) -> BlobWriter:
+    def writer(self, key: str, size: int, *, copy_of: str = "") -> BlobWriter:  # one replaces the other whole
         def work(fd: int, name: str) -> BlobWriter:
             return BlobWriter(self._root, self._spare, fd, name, size, f"writing {self.where(key)}")
 

@@ -25,6 +25,9 @@ Data: TypeAlias = "bytes | bytearray | memoryview"
 
 PARTIAL = ".partial"
 
+_SMALL_BYTES = 128 << 10
+"""Of nearly all values, seals of a few hundred tensors included."""
+
 
 class Missing(StorageError):
     """The key is not there."""
@@ -63,6 +66,9 @@ class Writer(Protocol):
         """Write at any offset, in any order.  Where ``caps.is_direct``, address, length and offset that are multiples
         of 4096 are fastest; the last block may reach beyond the size.  Raises :class:`StorageError`."""
 
+    def reuse(self, offset: int, nbytes: int) -> bool:
+        """Whether an earlier attempt at this copy has written just these bytes: then they are taken as they are."""
+
     def finish(self) -> None:
         """Give the blob its key, complete and durable.  Blocks.
 
@@ -96,8 +102,13 @@ class Store(Protocol):
         a manifest can name the seals of other ranks.
         """
 
-    def writer(self, key: str, size: int) -> Writer:
-        """Begin a blob of ``size`` bytes, which gets the key when it is finished."""
+    def writer(self, key: str, size: int, *, copy_of: str = "") -> Writer:
+        """Begin a blob of ``size`` bytes, which gets the key when it is finished.
+
+        ``copy_of``: a digest of the bytes.  Others may be writing the same under this key, and one of them may have
+        finished: none of them takes from the key what another has given it.  What an attempt before has left may be
+        used (:meth:`Writer.reuse`).
+        """
 
     def read(self, key: str, start: int, into: memoryview) -> int:
         """Fill ``into`` from byte ``start`` on; fewer bytes come only at the end.  Raises :class:`Missing`."""
@@ -120,6 +131,10 @@ class Store(Protocol):
 
 def read_all(store: Store, key: str, limit: int) -> bytes:
     """All bytes of a small value.  Raises :class:`Missing`; :class:`NotOurs`, also if it exceeds ``limit`` bytes."""
+    small = min(limit, _SMALL_BYTES)
+    data = read_range(store, key, 0, small + 1)
+    if len(data) <= small:
+        return data  # in one request
     info = store.head(key)
     if info is None:
         raise Missing(f"{store.where(key)} is not there")

@@ -10,9 +10,9 @@ from stillframe.errors import StorageError
 from stillframe.store.protocol import Missing, NotOurs
 
 _HINTS = {
-    errno.ENOSPC: "free some space (or keep fewer checkpoints), then save again",
-    errno.EDQUOT: "the quota is used up: free some space, then save again",
-    errno.EROFS: "the file system is read-only: remount it or choose another root",
+    errno.ENOSPC: "free some space there, or keep fewer checkpoints",
+    errno.EDQUOT: "the quota is used up: free some space there, or raise it",
+    errno.EROFS: "the file system is read-only: remount it, or use another place",
     errno.EACCES: "check the permissions of the directory",
     errno.EIO: "the device reports an I/O error: check the disk or the network mount",
 }
@@ -24,7 +24,7 @@ def trouble(doing: str, error: OSError) -> StorageError:
     if error.errno == errno.ENOENT:
         return Missing(f"{text}; it was never there, or something removed the directory while it was in use")
     if error.errno in _NOT_OURS:
-        return NotOurs(f"{text}; stillframe made no such thing: remove it, or use another root")
+        return NotOurs(f"{text}; stillframe made no such thing: remove it, or use another place")
     return StorageError(f"{text}; {_HINTS.get(error.errno or 0, 'check the storage, then try again')}")
 
 

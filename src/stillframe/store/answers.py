@@ -1,0 +1,97 @@
+"""What an error of an object store's library means, in a line, and what to do about it."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+from urllib.parse import urlsplit
+
+from stillframe.errors import StorageError
+from stillframe.store.clouds import cloud_of
+
+_XML = re.compile(r":\s*\ufeff?<\?xml")
+_CODE = re.compile(r"<Code>(\w+)</Code>")
+_NO_IDENTITY = re.compile(r"169\.254\.169\.254|metadata\.google\.internal|token request")
+_REQUEST = re.compile(r"Error performing \w+ (?P<url>\S+) in (?P<took>\S+?)(, after (?P<times>\d+) retries.*?)? +- ")
+_ANSWER = re.compile(r"(Server returned non-2xx status code: )(?P<status>\d{3}[ \w-]*):?\s*$")
+_UNANSWERED = re.compile(r"HTTP error: |error sending request|error decoding response body")
+_CAUSE = re.compile(r'(?:message|error): "([^"]*)"')
+
+
+class _Advice(NamedTuple):
+    signs: re.Pattern[str]
+    """Codes of servers, or the status."""
+    text: str
+
+
+_ADVICE = (
+    _Advice(
+        re.compile("ExpiredToken|TokenRefreshRequired|RequestExpired|InvalidToken|token is expired"),
+        "the credentials have expired: renew them. Keys in storage_options= stay as they are; those of a role, of a "
+        "web identity or of a profile renew themselves",
+    ),
+    _Advice(
+        re.compile("RequestTimeTooSkewed"),
+        "the clocks of this machine and of the server are too far apart: set them right",
+    ),
+    _Advice(
+        re.compile("Quota|StorageFull|507 "),
+        "there is no room, or a quota is reached: make room there (keep=…, or stillframe prune), or raise it",
+    ),
+    _Advice(
+        re.compile("AccessDenied|AuthorizationPermissionMismatch|InsufficientAccountPermissions|ReadOnly"),
+        "look at the credentials and at what they may do: they must be allowed to read, write, list and delete there",
+    ),
+    _Advice(re.compile("40[13] "), "look at the credentials and at what they may do"),
+    _Advice(re.compile("SlowDown|50[0-4] |429 "), "it is overloaded, or down"),
+)
+
+
+def trouble(doing: str, error: BaseException, url: str) -> StorageError:
+    """With what to do, where the kind of error tells."""
+    if _NO_IDENTITY.search(str(error)):
+        what = f"no credentials were given, and this machine has none of its own: give {cloud_of(url).credentials}"
+        return StorageError(f"{doing}: {first_line(error)}; {what}")
+    if is_unanswered(error):
+        return StorageError(f"{doing}: {_silence(str(error))}")
+    said = first_line(error)
+    advice = next((each.text for each in _ADVICE if each.signs.search(f"{said} ")), "")
+    return StorageError(f"{doing}: {said}; {advice}" if advice else f"{doing}: {said}")
+
+
+def first_line(error: BaseException) -> str:
+    """Without the request, which was named, the debugging output that follows, and the server's XML but its code."""
+    text = str(error).strip() or type(error).__name__
+    code = _CODE.search(text)
+    line = _XML.split(text.splitlines()[0])[0]
+    request = _REQUEST.search(line)
+    answer = _ANSWER.search(line)
+    if request is not None and answer is not None:
+        line = f"the server's answer is {answer['status'].strip()}"
+        return line + (f" ({code[1]})" if code else "") + _asked(request)
+    return line + (f" ({code[1]})" if code else "")
+
+
+def is_unanswered(error: BaseException) -> bool:
+    """Whether nobody has answered, or not to the end: it may have been done."""
+    return _UNANSWERED.search(str(error)) is not None
+
+
+def is_denied(error: BaseException) -> bool:
+    return re.search("40[13] (Forbidden|Unauthorized)", str(error)) is not None
+
+
+def _silence(text: str) -> str:
+    request = _REQUEST.search(text)
+    url = urlsplit(request["url"]) if request else None
+    whom = f"{url.scheme}://{url.netloc}" if url else "the server"
+    causes = _CAUSE.findall(text)
+    why = causes[-1] if causes else "it took too long" if "TimedOut" in text or "Timeout" in text else "it was cut off"
+    asked = _asked(request) if request else ""
+    return f"{whom} does not answer ({why}){asked}: does it run, and can it be reached from here?"
+
+
+def _asked(request: re.Match[str]) -> str:
+    """How long it was tried."""
+    took = re.sub(r"(\.\d)\d*", r"\1", request["took"])
+    return f", asked {int(request['times']) + 1} times in {took}" if request["times"] else ""

@@ -1,0 +1,56 @@
+"""What differs between the object stores that obstore knows: their words, and the names of their options."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any, Final, NamedTuple
+
+
+class Cloud(NamedTuple):
+    """One kind of object store."""
+
+    place: str
+    """What it calls the first part of a URL."""
+    endpoint_options: tuple[str, ...]
+    endpoint_variables: tuple[str, ...]
+    credentials: str
+    """Where they come from, for messages."""
+
+
+CLOUDS: Final = {
+    "s3": Cloud(
+        "bucket",
+        ("endpoint", "endpoint_url", "aws_endpoint", "aws_endpoint_url"),
+        ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"),
+        "access_key_id and secret_access_key in storage_options=, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY in "
+        "the environment, or AWS_PROFILE",
+    ),
+    "gs": Cloud(
+        "bucket",
+        ("base_url", "google_base_url"),
+        ("GOOGLE_BASE_URL",),
+        "service_account, a path, in storage_options=, or GOOGLE_APPLICATION_CREDENTIALS in the environment",
+    ),
+    "az": Cloud(
+        "container",
+        ("endpoint", "azure_endpoint", "azure_storage_endpoint"),
+        ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
+        "account_key or sas_key in storage_options=, or AZURE_STORAGE_ACCOUNT_KEY in the environment",
+    ),
+}
+"""By the scheme of their URLs."""
+
+
+def cloud_of(url: str) -> Cloud:
+    """Of a URL; S3's words if it is of no kind that a user can name."""
+    return CLOUDS.get(url.partition("://")[0], CLOUDS["s3"])
+
+
+def endpoint_of(url: str, options: Mapping[str, Any]) -> str:
+    """The server that was named, if any: by an option, or in the environment as for the vendor's own tools."""
+    cloud = cloud_of(url)
+    for name, value in options.items():
+        if name.lower() in cloud.endpoint_options:
+            return str(value)
+    return next(filter(None, map(os.environ.get, cloud.endpoint_variables)), "")

@@ -29,6 +29,7 @@ from rich.console import Console
 from tests import layout
 
 from stillframe.checkpoint.catalog import Catalog
+from stillframe.checkpoint.removal import set_aside
 from stillframe.errors import KeeperError
 from stillframe.format.digest import digest
 from stillframe.format.records import SealDraft, Segment, Team, encode_seal, encode_shards, encode_tree
@@ -129,6 +130,7 @@ class Rank:
         policy = encode_policy(KeepLast(2))
         config = KeeperConfig(str(root), RUN, rank, world_size, keep=policy, deadline_s=STEP_S)
         self.keeper = KeeperProcess(config, self._hear, self._gone, lambda: False, lambda: True)
+        self.keeper.start()
         self.keeper.send(messages.Attach(arena.nbytes), arena.fd)
 
     def save(self, step: int) -> None:
@@ -163,7 +165,7 @@ class Rank:
         except KeeperError:
             pass
 
-    def _hear(self, message: FromKeeper) -> None:
+    def _hear(self, _keeper: KeeperProcess, message: FromKeeper) -> None:
         with self._changed:
             if isinstance(message, messages.Ready):
                 self._is_ready = True
@@ -257,7 +259,7 @@ def many_keepers(root: Path, count: int, steps: int, console: Console) -> Commit
         for each in ranks:
             each.close()
         for each in ranks:
-            each.keeper.join(STEP_S)
+            each.keeper.wait_ended(STEP_S)
         arena.close()
     return result
 
@@ -401,13 +403,15 @@ def collect(root: Path, count: int, console: Console) -> Collected:
     layout.next_dir(root, NEXT.step, is_running=True).mkdir()
     layout.manifest(root, NEXT.step).touch()
     member = Pruner(catalog, KeepLast(1), count - 1, False, lambda: COMMITTED.epoch)
-    member.committed(COMMITTED, None)
+    member.committed(COMMITTED)
+    set_aside(catalog, COMMITTED, "pruned", COMMITTED.epoch)
     manifest.unlink()
-    member_prune_s = seconds_of(lambda: member.committed(NEXT, None))
+    member_prune_s = seconds_of(lambda: member.committed(NEXT))
     assert not last.exists()
+    catalog.store.delete([catalog.aside_key(COMMITTED)])
     manifest.write_bytes(manifest_bytes)
     pruner = Pruner(catalog, KeepLast(1), 0, False, lambda: COMMITTED.epoch)
-    remove_s = seconds_of(lambda: pruner.committed(NEXT, None))
+    remove_s = seconds_of(lambda: pruner.committed(NEXT))
     assert not directory.exists()
     return Collected(
         count, take_cold_s, take_warm_s, look_s, finish_s, late_s, read_bytes, len(data), len(manifest_bytes),

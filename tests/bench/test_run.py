@@ -26,13 +26,18 @@ def start(tmp_path: Path, *arguments: str) -> subprocess.Popen[str]:
 
 
 def asked(question: str) -> list[str]:
-    return ["--short", "--max-gib", "0.01", "--question", question, *(f"--system={each}" for each in SYSTEMS)]
+    systems = [f"--system={each}" for each in SYSTEMS]
+    return ["--short", "--turns", "1", "--max-gib", "0.01", "--question", question, *systems]
 
 
-@pytest.mark.parametrize("question", ["persist", "ranks", "clients"])
+@pytest.mark.timeout(280)
+@pytest.mark.parametrize(
+    "question",
+    ["persist", *(pytest.param(each, marks=pytest.mark.torture) for each in ("ranks", "clients"))],
+)
 def test_a_question_gives_results_a_table_and_plots(tmp_path: Path, question: str) -> None:
     process = start(tmp_path, *asked(question))
-    told, _ = process.communicate(timeout=110)
+    told, _ = process.communicate(timeout=250)
     assert process.returncode == 0, told
     results = json.loads((tmp_path / f"out/{question}.json").read_text())
     peer = "default" if question == "clients" else "torch-save"
@@ -47,9 +52,10 @@ def test_a_question_gives_results_a_table_and_plots(tmp_path: Path, question: st
     assert not list((tmp_path / "data").iterdir()), "data is left behind"
 
 
+@pytest.mark.timeout(280)
 def test_the_changed_bit_is_refused_only_where_there_are_checksums(tmp_path: Path) -> None:
     process = start(tmp_path, *asked("restore"))
-    told, _ = process.communicate(timeout=110)
+    told, _ = process.communicate(timeout=250)
     assert process.returncode == 0, told
     outcomes = json.loads((tmp_path / "out/restore.json").read_text())["outcomes"]
     flipped = {each["case"]["system"]: each["figures"].get("flipped") for each in outcomes}

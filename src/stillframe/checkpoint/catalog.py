@@ -15,7 +15,7 @@ import os
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
+from typing import Any
 
 from stillframe.checkpoint.opened import Checkpoint as Checkpoint
 from stillframe.checkpoint.opened import RankPart as RankPart
@@ -63,12 +63,21 @@ class View:
 class Catalog:
     """The checkpoints in a root.  Every call looks at the store; only what never changes is remembered.
 
+    For users: ``root``, :meth:`steps`, :meth:`latest`, :meth:`open`, :meth:`delete`, :meth:`pin`, :meth:`unpin`.
+    Everything else is for stillframe's own parts, and may change with any release.
+
     ``rank``: in a root that the ranks do not share, this rank's saves alone.
     """
 
-    def __init__(self, root: str | os.PathLike[str] | Store, rank: int | None = None) -> None:
-        self.store = open_store(root)
-        self.root = Path(self.store.where())
+    def __init__(
+        self,
+        root: str | os.PathLike[str] | Store,
+        rank: int | None = None,
+        *,
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.store = open_store(root, storage_options)
+        self.root = self.store.where()
         self.rank = rank
         self._is_shared: dict[int, bool] = {}
         """Of epochs."""
@@ -83,8 +92,7 @@ class Catalog:
         for epoch in sorted(self.epochs(), reverse=True):
             parent = self.parent(epoch)
             if parent is not None:
-                branch = Branch(epoch, tuple(parent.lineage), parent.parent)
-                return View(tuple(saves), branch, parent.is_shared, tuple(strange))
+                return View(tuple(saves), parent.branch, parent.is_shared, tuple(strange))
         return View(tuple(saves), self._recovered(saves), self.rank is None, tuple(strange))
 
     def epochs(self) -> list[int]:
@@ -113,12 +121,22 @@ class Catalog:
             ) from None
 
     def _recovered(self, saves: Collection[SaveId]) -> Branch:
-        """The branch of saves whose epochs are not told of: somebody has copied the steps alone."""
+        """The branch of saves whose epochs are not told of: somebody has copied the steps alone.
+
+        An epoch of which no manifest can be read is there all the same: whoever restores meets the damage.  It is taken
+        to go on from the newest save of an earlier epoch that comes before all of its own.
+        """
         parents: dict[int, SaveId | None] = {}
-        for save in sorted(saves, key=lambda each: (each.epoch, each.step), reverse=True):
+        unread: dict[int, int] = {}
+        ordered = sorted(saves, key=lambda each: (each.epoch, each.step), reverse=True)
+        for save in ordered:
             if save.epoch not in parents and self.is_committed(save):
+                unread[save.epoch] = save.step
                 with contextlib.suppress(IntegrityError, VersionError, NotFoundError):  # another save tells
                     parents[save.epoch] = self.manifest(save).parent
+        for epoch in unread.keys() - parents.keys():
+            before = (each for each in ordered if each.epoch < epoch and each.step < unread[epoch])
+            parents[epoch] = next(filter(self.is_committed, before), None)
         return recover(parents, max(parents)) if parents else Branch(None)
 
     def is_shared(self, epoch: int) -> bool:
@@ -189,7 +207,7 @@ class Catalog:
         with contextlib.suppress(StillframeError):  # it is only for the hint
             known = self.steps()
         nearest = min(known, key=lambda each: abs(each - step), default=None)
-        hint = "the root has no checkpoint" if nearest is None else f"the nearest is step {nearest}"
+        hint = "there is none" if nearest is None else f"the nearest is step {nearest}"
         return NotFoundError(f"step {step} is not a checkpoint in {self.root}; {hint}")
 
     # --- changing --------------------------------------------------------------------------
@@ -223,9 +241,9 @@ class Catalog:
 
     # --- one save --------------------------------------------------------------------------
 
-    def dir(self, save: SaveId) -> Path:
-        """The path of a save's directory, for messages."""
-        return Path(self.store.where(names.step_dir(save)))
+    def dir(self, save: SaveId) -> str:
+        """Where a save's directory is, for messages: a path, or a URL."""
+        return self.store.where(names.step_dir(save))
 
     def commit_key(self, save: SaveId) -> str:
         """Of the file whose existence makes it a checkpoint: the manifest, or a rank's seal where there is none."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from stillframe.checkpoint import labels, removal
 from stillframe.checkpoint.catalog import Catalog, View
+from stillframe.checkpoint.tiers import read_carrying
 from stillframe.errors import BusyError, IntegrityError, NotFoundError, StillframeError, StorageError, VersionError
 from stillframe.format import names
 from stillframe.format.epochs import Gone, Reason, Stays
@@ -55,12 +56,15 @@ def plan(catalog: Catalog, wanted: Wanted) -> Plan:
         going = _let_go(catalog, catalog.look(), wanted.keep)
     else:
         going = dict.fromkeys(wanted.saves, "")
+    carried = read_carrying(catalog.store) if wanted.keep is not None else set()
     made = Plan()
     for save, why in list(going.items())[:_MOST]:
         if wanted.keep is None and not is_removable(catalog, save):  # it may be being saved just now
             made.stays.append(Stays(save, "it is no checkpoint"))
         elif removal.is_pinned(catalog, save):
             made.stays.append(Stays(save, removal.PINNED))
+        elif save in carried:
+            made.stays.append(Stays(save, "it is being carried to a tier, or was when the run ended"))
         elif any(removal.is_read(part, save) for part in parts_of(catalog, save)):
             made.stays.append(Stays(save, removal.READ))
         elif (size := _size(catalog, save)) is not None:

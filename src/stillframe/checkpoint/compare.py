@@ -13,6 +13,7 @@ from typing import Literal
 from stillframe.checkpoint.catalog import Checkpoint
 from stillframe.checkpoint.contents import Entry, entries_of_all, is_same
 from stillframe.errors import MismatchError
+from stillframe.format.records import Segment
 
 Change = Literal["equal", "changed", "added", "removed", "unread"]
 """``unread``: two tensors of the same dtype and shape whose checksums do not tell."""
@@ -43,10 +44,11 @@ def compare(left: Checkpoint, right: Checkpoint) -> list[Pair]:
 
     Raises: :class:`MismatchError` if boxes of a tensor lie in other roots, because the ranks did not share one.
     """
+    segments = _Segments(left), _Segments(right)
     before = {entry.key: entry for entry in entries_of_all(left)}
     after = {entry.key: entry for entry in entries_of_all(right)}
     pairs = [
-        Pair(_change(left, right, before[key], entry), before[key], entry)
+        Pair(_change(*segments, before[key], entry), before[key], entry)
         if key in before
         else Pair("added", None, entry)
         for key, entry in after.items()
@@ -54,7 +56,18 @@ def compare(left: Checkpoint, right: Checkpoint) -> list[Pair]:
     return pairs + [Pair("removed", entry, None) for key, entry in before.items() if key not in after]
 
 
-def _change(left: Checkpoint, right: Checkpoint, one: Entry, other: Entry) -> Change:
+class _Segments(dict[int, Segment]):
+    """By rank: their digests, without the rest of the seals."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.checkpoint = checkpoint
+
+    def __missing__(self, rank: int) -> Segment:
+        segment = self[rank] = self.checkpoint.of(rank).seal.segment
+        return segment
+
+
+def _change(left: _Segments, right: _Segments, one: Entry, other: Entry) -> Change:
     if (one.kind, one.containers, one.dtype, one.shape) != (other.kind, other.containers, other.dtype, other.shape):
         return "changed"
     if one.kind == "value":
@@ -64,16 +77,16 @@ def _change(left: Checkpoint, right: Checkpoint, one: Entry, other: Entry) -> Ch
     return "unread"
 
 
-def _checksums(checkpoint: Checkpoint, entry: Entry) -> list[tuple[object, ...]]:
+def _checksums(segments: _Segments, entry: Entry) -> list[tuple[object, ...]]:
     """The checksums of the chunks that hold each box, and its place in them; equal only if the bytes are."""
     if entry.is_sharded and sum(math.prod(box.shape) for box in entry.boxes) < math.prod(entry.shape):
-        raise MismatchError(f"boxes of {entry.name!r} are not in {checkpoint.path.parent}: its ranks did not share it")
+        root = segments.checkpoint.root
+        raise MismatchError(f"boxes of {entry.name!r} are not in {root}: its ranks did not share it")
     found: list[tuple[object, ...]] = []
     for box in sorted(entry.boxes, key=lambda box: (box.offset, box.shape)):
-        seal = checkpoint.of(box.rank).seal
-        shard, segment = seal.shards[box.shard], seal.segment
-        if shard.nbytes:
-            first, last = shard.start // segment.chunk_bytes, (shard.end - 1) // segment.chunk_bytes
-            place = shard.start - first * segment.chunk_bytes, segment.chunk_bytes
+        segment = segments[box.rank]
+        if box.end > box.start:
+            first, last = box.start // segment.chunk_bytes, (box.end - 1) // segment.chunk_bytes
+            place = box.start - first * segment.chunk_bytes, segment.chunk_bytes
             found.append((box.offset, box.shape, place, *segment.chunks[first : last + 1]))
     return found

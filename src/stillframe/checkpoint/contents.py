@@ -108,10 +108,12 @@ def is_same(one: Entry, other: Entry) -> bool:
 
 
 def items_of(located: Located) -> list[tuple[Any, Located]]:
-    """The items of a dict, list or tuple by key or index; none of anything else."""
+    """The items of a dict, list or tuple by key or index, the inner tensors of a wrapper; none of anything else."""
     node = located.node
     if isinstance(node, tree.DictNode):
         return list(zip(map(key_of, node.keys), located.children, strict=True))
+    if isinstance(node, tree.WrapperNode):
+        return list(zip(node.names, located.children, strict=True))
     return list(enumerate(located.children)) if isinstance(node, tree.ListNode | tree.TupleNode) else []
 
 
@@ -127,9 +129,17 @@ def _leaves(
     elif not tree.children(node):
         yield path, containers, located
     else:
-        kind = "ordered dict" if isinstance(node, tree.DictNode) and node.is_ordered else type(node).__name__
+        kind = _container(node)
         for key, item in items_of(located):
             yield from _leaves(item, (*path, key), (*containers, kind))
+
+
+def _container(node: tree.Node) -> str:
+    """Equal for containers that hold their items in the same way."""
+    if isinstance(node, tree.WrapperNode):
+        form = {"dtype": node.dtype, "shape": node.shape, "context": node.context, "part_of": node.part_of}
+        return f"{node.type} {msgspec.json.encode(form).decode()}"
+    return "ordered dict" if isinstance(node, tree.DictNode) and node.is_ordered else type(node).__name__
 
 
 def matching(found: Sequence[Entry], patterns: Sequence[str]) -> list[Entry]:

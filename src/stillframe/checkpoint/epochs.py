@@ -12,12 +12,26 @@ So a successor sees every commit that was reported, and nobody deletes what it c
 
 from __future__ import annotations
 
+import contextlib
 import secrets
+import time
+from collections.abc import Sequence
+from functools import partial
 
 from stillframe.checkpoint.catalog import Catalog
-from stillframe.errors import BusyError, ConfigError, FormatError, IntegrityError, NotFoundError, StorageError
+from stillframe.errors import (
+    BusyError,
+    ConfigError,
+    DeadlineError,
+    FormatError,
+    IntegrityError,
+    NotFoundError,
+    StorageError,
+)
 from stillframe.format import limits, names
 from stillframe.format.epochs import Claim, Parent, decode_claim, encode_claim, encode_parent
+from stillframe.format.records import Manifest
+from stillframe.latch import later
 from stillframe.lineage import Row, continue_from
 from stillframe.model import SaveId
 from stillframe.store.protocol import Missing, NotOurs, Store, read_all
@@ -25,14 +39,28 @@ from stillframe.store.protocol import Missing, NotOurs, Store, read_all
 _RECENT = 16
 """So many of the newest epochs are looked at for one of our own."""
 _TRIES = 100
+_ASK_S = 5.0
+"""So long a tier may take to say which epochs it knows."""
 _KEPT = 20
 """The files of so many epochs stay, even if nothing that is stored comes from them."""
 
 
-def next_epoch(catalog: Catalog) -> int:
-    """The number after all that have been claimed or used for a save.  Raises :class:`StorageError`."""
+def next_epoch(catalog: Catalog, tiers: Sequence[Catalog] = ()) -> int:
+    """The number after all that have been claimed or used for a save.  Raises :class:`StorageError`.
+
+    The tiers behind a root are asked, too: its disk may be new, or somebody has removed steps in a tier by hand.  One
+    that does not answer soon takes nothing from this run if it turns out to hold the same numbers
+    (:func:`stillframe.checkpoint.promote.introduce`).
+    """
+    asked = [later(partial(next_epoch, tier)) for tier in tiers]
     used = [save.epoch for name in catalog.store.list() if (save := names.parse_step_dir(name.rstrip("/")))]
-    return max([0, *catalog.epochs(), *used]) + 1
+    free = max([0, *catalog.epochs(), *used]) + 1
+    end_s = time.monotonic() + _ASK_S
+    for each in asked:
+        with contextlib.suppress(StorageError, DeadlineError):
+            found = each.get(max(end_s - time.monotonic(), 0.0))
+            free = max(free, found) if found <= names.MAX_EPOCH else free  # no run of ours: it must not end this one
+    return free
 
 
 def is_newest(catalog: Catalog, epoch: int) -> bool:
@@ -45,7 +73,7 @@ def is_newest(catalog: Catalog, epoch: int) -> bool:
     return max(catalog.epochs(), default=0) <= epoch
 
 
-def claim(catalog: Catalog, run: str, sequence: int, number: int | None = None) -> int:
+def claim(catalog: Catalog, run: str, sequence: int, number: int | None = None, tiers: Sequence[Catalog] = ()) -> int:
     """Begin an epoch: the next free number, or ``number`` where the ranks have agreed on one.  May be repeated.
 
     Raises: :class:`StorageError`; :class:`BusyError` if the number is another run's.
@@ -54,7 +82,7 @@ def claim(catalog: Catalog, run: str, sequence: int, number: int | None = None) 
     if found is not None:
         return found
     for _ in range(_TRIES):
-        epoch = number or next_epoch(catalog)
+        epoch = number or next_epoch(catalog, tiers)
         if epoch > names.MAX_EPOCH:
             raise ConfigError(f"{catalog.root} has had {names.MAX_EPOCH} epochs: use another root")
         if catalog.store.put_new(names.claim(epoch), encode_claim(Claim(epoch, run, sequence))):
@@ -62,6 +90,15 @@ def claim(catalog: Catalog, run: str, sequence: int, number: int | None = None) 
         if number is not None:
             break
     raise BusyError(f"another run has just begun in {catalog.root}: one run writes to a root")
+
+
+def claim_number(catalog: Catalog, run: str, sequence: int, number: int) -> int:
+    """Claim this number.  Raises: :class:`BusyError` if it is another run's; :class:`StorageError`."""
+    if number > names.MAX_EPOCH or not catalog.store.put_new(
+        names.claim(number), encode_claim(Claim(number, run, sequence))
+    ):
+        raise BusyError(f"epoch {number} of {catalog.root} is another run's: one run writes to a root")
+    return number
 
 
 def find_claim(catalog: Catalog, run: str, sequence: int) -> int | None:
@@ -91,14 +128,23 @@ def find_parent(catalog: Catalog, run: str, sequence: int) -> Parent | None:
     return None
 
 
-def begin(catalog: Catalog, epoch: int, run: str, sequence: int, parent: SaveId | None, is_shared: bool) -> Parent:
+def begin(
+    catalog: Catalog,
+    epoch: int,
+    run: str,
+    sequence: int,
+    parent: SaveId | None,
+    is_shared: bool,
+    tiers: Sequence[Catalog] = (),
+    is_by_hand: bool = False,
+) -> Parent:
     """Put down, durably, what a claimed epoch goes on from.  May be repeated: the first word stands.
 
-    Raises: :class:`StorageError`.
+    ``tiers``: where else the parent may lie.  Raises: :class:`StorageError`.
     """
-    rows = _lineage_of(catalog, parent) if parent is not None else []
+    rows = _lineage_of([catalog, *tiers], parent) if parent is not None else []
     lineage = list(continue_from(parent, rows))[: limits.MAX_LINEAGE_ROWS]
-    wanted = Parent(epoch, run, sequence, is_shared, parent, lineage)
+    wanted = Parent(epoch, run, sequence, is_shared, parent, lineage, is_by_hand)
     if not catalog.store.put_new(names.parent(epoch), encode_parent(wanted)):
         found = catalog.parent(epoch)
         if found is None:
@@ -115,24 +161,31 @@ def begin_by_hand(catalog: Catalog) -> int:
     """
     run = secrets.token_hex(4)
     epoch = claim(catalog, run, 0)
-    begin(catalog, epoch, run, 0, catalog.newest(), catalog.look().is_shared)
+    begin(catalog, epoch, run, 0, catalog.newest(), catalog.look().is_shared, is_by_hand=True)
     return epoch
 
 
-def _lineage_of(catalog: Catalog, save: SaveId) -> list[Row]:
+def _lineage_of(catalogs: Sequence[Catalog], save: SaveId) -> list[Row]:
     """The lineage of a checkpoint's epoch; as far as manifests tell, where the epoch's own file is gone."""
     rows: list[Row] = []
     at: SaveId | None = save
     while at is not None:
-        known = catalog.parent(at.epoch)
+        epoch = at.epoch
+        known = next(filter(None, (each.parent(epoch) for each in catalogs)), None)
         if known is not None:
             return [*rows, *known.lineage]
-        try:
-            at = catalog.manifest(at).parent
-        except (NotFoundError, IntegrityError):
+        manifest = next(filter(None, (_manifest(each, at) for each in catalogs)), None)
+        if manifest is None:
             break
+        at = manifest.parent
         rows += [Row(at.epoch, at.step)] if at is not None else []
     return rows
+
+
+def _manifest(catalog: Catalog, save: SaveId) -> Manifest | None:
+    with contextlib.suppress(NotFoundError, IntegrityError):
+        return catalog.manifest(save)
+    return None
 
 
 def forget(catalog: Catalog, current: Parent) -> None:

@@ -5,7 +5,7 @@
 ``<root>/latest``                 the name of the newest labelled checkpoint of the branch that asks for that
 ``<root>/step-…/label.json``      which label a save has, written before its manifest
 
-A name goes to the newest save that asks for it; the save that had it before stays, without a label.  ``latest`` is
+A name goes to the newest save that asks for it; the save that had it before goes (:class:`LabelUse`).  ``latest`` is
 written after the directory has appeared.  A crash in between leaves partial names, which the next run deals with.  A
 label that fails never costs the checkpoint.  Only a file system can rename a directory, so only there are labels.
 """
@@ -13,7 +13,7 @@ label that fails never costs the checkpoint.  Only a file system can rename a di
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import msgspec
 
@@ -23,6 +23,7 @@ from stillframe.format import limits, names
 from stillframe.model import Label, SaveId, check_label_name
 from stillframe.store.posix import PosixStore
 from stillframe.store.protocol import Missing, NotOurs, read_all
+from stillframe.untrusted import decode_json
 
 
 class _Kept(msgspec.Struct, frozen=True):
@@ -36,8 +37,7 @@ class _Kept(msgspec.Struct, frozen=True):
 
     @property
     def age(self) -> tuple[int, int, int]:
-        """Of two labels of one name, the greater one has it."""
-        return self.save.epoch, self.save.step, self.save.attempt
+        return _age(self.save)
 
 
 class _Alias(msgspec.Struct, frozen=True):
@@ -52,8 +52,8 @@ class _Alias(msgspec.Struct, frozen=True):
 def read_alias(data: bytes) -> tuple[SaveId, int] | None:
     """Which save, and which rank's part of it, a file of a label stands for; ``None`` if it does not say."""
     try:
-        found = msgspec.json.decode(data.rpartition(b"\n")[2], type=_Alias)
-    except ValueError:  # msgspec's own, and text that is not UTF-8
+        found = decode_json(data.rpartition(b"\n")[2], _Alias)
+    except ValueError:
         return None
     save = SaveId(found.step, found.epoch, found.attempt)
     return (save, found.rank) if names.is_id(save) else None
@@ -232,12 +232,104 @@ def finish(catalog: Catalog, epoch: int) -> None:
         follow_branch(catalog)
 
 
+def publish_committed(catalog: Catalog) -> None:
+    """Let the labels of checkpoints appear that a crash has prevented.  For one that has the root to himself, and has
+    no save under way.  Raises :class:`StorageError`."""
+    found = [names.parse_label_partial(name.rstrip("/")) for name in catalog.store.list()]
+    for save in sorted(save for save in found if save is not None):
+        if catalog.is_committed(save):
+            with contextlib.suppress(ExistsError, StateError):
+                publish(catalog, save)
+
+
+class LabelUse:
+    """Finds saves that have lost their label: a later save has its name, or somebody has removed the directory.
+
+    For rank 0's keeper, after it has committed a save with a label: its own files are in the root, so that listings of
+    it are fresh.  That a directory is missing counts only if this keeper has seen it: a root may be a partial copy.
+    A directory that was renamed or copied within the root counts as the label, too; so does any that is not ours.
+    """
+
+    def __init__(self, catalog: Catalog) -> None:
+        self._catalog = catalog
+        self._names: dict[SaveId, str] = {}
+        """Of each save; empty if it has no label."""
+        self._seen: set[SaveId] = set()
+        self._directories: set[str] = set()
+
+    def is_labelled(self, save: SaveId) -> bool:
+        """Raises :class:`StorageError`."""
+        is_able = isinstance(self._catalog.store, PosixStore) and self._catalog.rank is None
+        return is_able and self._name(save) != ""
+
+    def lost(self, saves: Collection[SaveId]) -> dict[SaveId, str]:
+        """Of these checkpoints, those that have lost their label, and why.  Raises :class:`StorageError`."""
+        self._names = {save: name for save, name in self._names.items() if save in saves}
+        self._seen &= set(saves)
+        entries = list(self._catalog.store.list())
+        listed = {entry.rstrip("/") for entry in entries}
+        self._directories = {entry.rstrip("/") for entry in entries if entry.endswith("/")}
+        newest: dict[str, SaveId] = {}
+        for save in sorted(saves, key=_age):
+            newest[self._name(save)] = save
+        doubtful = []
+        for save in saves:
+            name = self._name(save)
+            if not name or names.label_partial(save) in listed:  # it has none, or that has yet to appear
+                continue
+            if name in listed and newest[name] == save:
+                self._seen.add(save)
+            elif name in listed or save in self._seen:
+                doubtful.append(save)
+        return self._judge(doubtful, listed) if doubtful else {}
+
+    def _judge(self, doubtful: Collection[SaveId], listed: Collection[str]) -> dict[SaveId, str]:
+        kept = {name: _kept(self._catalog, f"{name}/{names.LABEL}") for name in listed if _may_be_label(name)}
+        named = {each.save for each in kept.values() if each is not None}
+        ours = {names.RUN, *(name for name, each in kept.items() if each is not None)}
+        # What somebody has made there by hand may be a copy of the label, in whatever form: then nothing is lost.
+        is_clear = all(name in ours or names.parse_step_dir(name) is not None for name in self._directories)
+        lost = {}
+        for save in doubtful:
+            own = _kept(self._catalog, names.key(save, names.LABEL))
+            if own is None or save in named:
+                continue
+            owner = kept.get(own.name)
+            if owner is not None and owner.age > own.age:
+                lost[save] = f"its label {own.name!r} is that of a later save, of step {owner.save.step}"
+            elif own.name not in listed and is_clear:
+                lost[save] = f"its label {own.name!r} was removed"
+        return lost
+
+    def _name(self, save: SaveId) -> str:
+        if save not in self._names:
+            kept = _kept(self._catalog, names.key(save, names.LABEL))
+            self._names[save] = kept.name if kept is not None else ""
+        return self._names[save]
+
+
+def _age(save: SaveId) -> tuple[int, int, int]:
+    """Of two labels of one name, the save with the greater one has it."""
+    return save.epoch, save.step, save.attempt
+
+
+def _may_be_label(name: str) -> bool:
+    try:
+        check_label_name(name)
+    except ConfigError:
+        return False
+    return True
+
+
 def remove(catalog: Catalog, save: SaveId) -> None:
     """The label of a save that is set aside goes with it; best effort.
 
     Only the directory that was made for it: one of the same name that somebody has put there stays.
     """
     with contextlib.suppress(StorageError):
+        if catalog.store.head(names.key(save, names.LABEL)) is None:  # the usual case; deleting costs an fsync
+            _delete_directory(catalog, names.label_partial(save))
+            return
         kept = _kept(catalog, names.key(save, names.LABEL))
         if kept is not None and _kept(catalog, f"{kept.name}/{names.LABEL}") == kept:
             if _latest(catalog) == kept.name:
@@ -256,8 +348,8 @@ def _delete_directory(catalog: Catalog, directory: str) -> None:
 def _kept(catalog: Catalog, key: str) -> _Kept | None:
     """What a ``label.json`` holds; ``None`` if it cannot be read as one.  Raises :class:`StorageError`: cannot tell."""
     try:
-        kept = msgspec.json.decode(read_all(catalog.store, key, limits.MAX_NOTE_BYTES), type=_Kept)
+        kept = decode_json(read_all(catalog.store, key, limits.MAX_NOTE_BYTES), _Kept)
         check_label_name(kept.name)
-    except (Missing, NotOurs, ValueError):  # ValueError: msgspec's own, text that is not UTF-8, a name that is none
+    except (Missing, NotOurs, ValueError):  # ValueError: no such JSON, or a name that is none
         return None
     return kept

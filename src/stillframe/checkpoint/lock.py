@@ -1,7 +1,8 @@
 """Who is at work in a root: the keeper of a rank holds a lock for as long as it lives, and says in it what it does.
 
 A run that is started again at once must not race with the keeper of the run before, which may still be committing what
-that one had staged: it waits here until that keeper has finished, and so also resumes from the newest checkpoint.
+that one had staged: it waits here until that keeper has finished, and so also resumes from the newest checkpoint.  It
+waits as long as that keeper says, in the note that is the lock's file, that it lives and gets on.
 """
 
 from __future__ import annotations
@@ -9,21 +10,36 @@ from __future__ import annotations
 import enum
 import os
 import socket
+import threading
 import time
+from collections.abc import Callable
 from typing import Literal
 
 import msgspec
 
 from stillframe.errors import BusyError, StorageError
 from stillframe.format import names
-from stillframe.store.lock import FileLock, NoLocks
+from stillframe.link.liveness import Patience, Pulse
+from stillframe.store.lock import NOTE_BYTES, FileLock, NoLocks
 from stillframe.store.protocol import Missing, Store
+from stillframe.untrusted import decode_json
 
 State = Literal["training", "finishing"]
 GRACE_S = 5.0
-FINISH_S = 240.0
-"""Less than what a trainer waits for its keeper to be ready."""
-_POLL_S = 0.05
+"""So long a living run may take to notice that it has ended."""
+_POLL_S, _LONGEST_S = 0.05, 0.5
+_SLOWER = 1.5
+_TELL_FIRST_S, _TELL_S = 2.0, 10.0
+_READS = 3
+
+
+class Note(msgspec.Struct, frozen=True):
+    """What a keeper says of itself."""
+
+    state: State = "training"
+    failure: str = ""
+    """Why the last save could not be committed, when no trainer was left to be told."""
+    pulse: Pulse = Pulse()
 
 
 class Owner(msgspec.Struct, frozen=True):
@@ -34,7 +50,10 @@ class Owner(msgspec.Struct, frozen=True):
     run: str
     state: State
     failure: str = ""
-    """Why the last save could not be committed, when no trainer was left to be told."""
+    """As in :class:`Note`."""
+    pulse: Pulse = Pulse()
+    trainer: int = 0
+    """The pid of the process that it keeps for; 0 if it does not say."""
 
     @property
     def doing(self) -> str:
@@ -84,20 +103,48 @@ def owner_of(store: Store, rank: int) -> Owner | None:
 
 
 def _read(lock: FileLock) -> Owner | None:
-    try:
-        return msgspec.json.decode(lock.read(), type=Owner)
-    except ValueError:  # msgspec's own errors, and text that is not UTF-8
-        return None
+    for _ in range(_READS):  # one that is being written may be seen in part
+        note = lock.read()
+        try:
+            return decode_json(note, Owner)
+        except ValueError:
+            if not note.strip():
+                break
+    return None
+
+
+def _encode(owner: Owner) -> bytes:
+    """With as much of the failure as fits into a note."""
+    while len(data := msgspec.json.encode(owner)) > NOTE_BYTES:
+        owner = msgspec.structs.replace(owner, failure=owner.failure[: len(owner.failure) * 3 // 4])
+    return data
 
 
 class RootLock:
-    """One rank's lock; it goes with the process, however that ends."""
+    """One rank's lock; it goes with the process, however that ends.
 
-    def __init__(self, store: Store, rank: int, run: str) -> None:
+    ``says``: what the holder has to say of itself, asked when the note is written.  ``tell``: told now and then what is
+    being waited for.  ``trainer``: the pid of the process that this is for.
+    Thread: :meth:`note` from any; the rest from one at a time.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        run: str,
+        says: Callable[[], Note] = Note,
+        tell: Callable[[str], None] = lambda _text: None,
+        trainer: int = 0,
+    ) -> None:
         self._store = store
         self._key = names.lock(rank)
         self._run = run
+        self._says = says
+        self._tell = tell
+        self._trainer = trainer
         self._lock: FileLock | None = None
+        self._noting = threading.Lock()
         self.is_supported = True
         self.previous_failure = ""
 
@@ -113,7 +160,7 @@ class RootLock:
     def acquire(self) -> None:
         """Blocks while a keeper whose trainer is gone finishes.
 
-        Raises: :class:`BusyError` if a living run has the root, or the finishing one takes too long;
+        Raises: :class:`BusyError` if a living run has the root, or the finishing one says nothing more, or hangs;
         :class:`StorageError` if the root cannot be locked at all.
         """
         self.release()
@@ -130,7 +177,7 @@ class RootLock:
                 return
         owner = _read(self._lock)
         self.previous_failure = owner.failure if owner else ""
-        self.note("training")
+        self.note()
 
     def _take(self, lock: FileLock) -> None:
         """Wait for the lock, and keep it if it is still the root's own.
@@ -146,25 +193,62 @@ class RootLock:
                 self._store.put(self._key, b"", durable=False)
 
     def _wait(self, lock: FileLock) -> None:
-        began = time.monotonic()
+        waited_s, pause_s, told_s = 0.0, _POLL_S, _TELL_FIRST_S - _TELL_S
+        holder, since_s, patience = None, 0.0, Patience()
         while not lock.acquire():
             owner = _read(lock)
-            limit_s = FINISH_S if owner is not None and owner.state == "finishing" else GRACE_S
-            if time.monotonic() - began > limit_s:
-                who = f"pid {owner.pid} on {owner.host} ({owner.state})" if owner else "another process"
-                raise BusyError(
-                    f"{self._store.where()} is being written by another run: {who}. "
-                    "One run writes to a root: stop the other one, or give this one its own root"
-                )
-            time.sleep(_POLL_S)
+            if owner is not None and (owner.pid, owner.host, owner.state) != holder:
+                holder, since_s, patience = (owner.pid, owner.host, owner.state), waited_s, Patience()
+            if owner is None or owner.state == "training":
+                if waited_s - since_s > GRACE_S:
+                    raise self._busy(owner)
+            else:
+                patience.heard(owner.pulse)
+                if patience.verdict:
+                    raise self._stuck(owner, patience.verdict)
+                if waited_s - told_s >= _TELL_S:
+                    told_s = waited_s
+                    self._tell(f"waiting for {_who(owner)}: it is {owner.pulse.doing or 'at work'} ({waited_s:.0f} s)")
+            time.sleep(pause_s)
+            patience.waited(pause_s)
+            waited_s += pause_s
+            pause_s = min(pause_s * _SLOWER, _LONGEST_S)
 
-    def note(self, state: State, failure: str = "") -> None:
+    def _busy(self, owner: Owner | None) -> BusyError:
+        if owner and owner.trainer and (owner.trainer, owner.host) == (self._trainer, socket.gethostname()):
+            return BusyError(
+                f"{self._store.where()} is open in another Checkpointer of this same process (pid {owner.trainer}): "
+                "use that one, or close() it before this one is made"
+            )
+        who = f"pid {owner.pid} on {owner.host} ({owner.state})" if owner else "another process"
+        return BusyError(
+            f"{self._store.where()} is being written by another run: {who}. "
+            "One run writes to a root: stop the other one, or give this one its own root"
+        )
+
+    def _stuck(self, owner: Owner, verdict: str) -> BusyError:
+        return BusyError(
+            f"{self._store.where()} is held by {_who(owner)}, which {verdict} What it has not committed by now is lost "
+            "if you end it; then start this run again"
+        )
+
+    def note(self) -> None:
         """Say in the file what the holder is doing; best effort, it decides nothing but how long others wait."""
-        if self._lock is not None:
-            owner = Owner(os.getpid(), socket.gethostname(), self._run, state, failure[:2000])
-            self._lock.write(msgspec.json.encode(owner))
+        with self._noting:  # asked and written as one: a later word never gets under an earlier one
+            if self._lock is not None:
+                said = self._says()
+                owner = Owner(
+                    os.getpid(), socket.gethostname(), self._run, said.state, said.failure[:2000], said.pulse,
+                    self._trainer,
+                )  # fmt: skip
+                self._lock.write(_encode(owner))
 
     def release(self) -> None:
-        if self._lock is not None:
-            self._lock.close()
-        self._lock = None
+        with self._noting:
+            if self._lock is not None:
+                self._lock.close()
+            self._lock = None
+
+
+def _who(owner: Owner) -> str:
+    return f"the keeper of the run before (pid {owner.pid} on {owner.host})"

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import threading
-from pathlib import Path
+from collections import OrderedDict
+from functools import cached_property
 from types import TracebackType
 from typing import TYPE_CHECKING
 
 from stillframe.checkpoint.seals import read_seal
+from stillframe.checkpoint.shards import ShardIndex
 from stillframe.errors import FormatError, IntegrityError, NotFoundError, StillframeError, StorageError
-from stillframe.format import names
-from stillframe.format.records import Manifest, RankEntry, Seal
+from stillframe.format import limits, names
+from stillframe.format.records import Manifest, RankEntry, Seal, decode_seal
 from stillframe.model import SaveId
+from stillframe.store import opened
 from stillframe.store.lock import FileLock, NoLocks
-from stillframe.store.protocol import Missing, NotOurs, Store
+from stillframe.store.protocol import Missing, NotOurs, Store, read_all
 
 if TYPE_CHECKING:
     from stillframe.checkpoint.catalog import Catalog
+
+PARSED = 16
+"""So many ranks' seals are held on to; more than there are threads that read."""
 
 
 def read_error(doing: str, error: StorageError) -> StillframeError:
@@ -32,11 +39,11 @@ class RankPart:
 
     def __init__(self, store: Store, manifest: Manifest, entry: RankEntry) -> None:
         self.rank = entry.rank
-        self._store, self._key = store, names.key(manifest.save, names.segment(entry.rank))
-        self.path = Path(store.where(self._key))
+        key = names.key(manifest.save, names.segment(entry.rank))
+        self.path = store.where(key)
         self.seal = _read_seal(store, manifest, entry)
         try:
-            info = store.head(self._key)
+            info, self._read = opened(store, key)
         except StorageError as error:
             raise read_error(f"{self.path} cannot be looked at", error) from error
         size = self.seal.segment.bytes
@@ -44,20 +51,31 @@ class RankPart:
             found = "is missing" if info is None else f"has {info.size} bytes instead of {size}"
             raise IntegrityError(f"{self.path} {found if info is None or info.is_ours else 'is not a regular file'}")
 
+    @cached_property
+    def _starts(self) -> list[int]:
+        return [shard.start for shard in self.seal.shards]
+
+    def shards_between(self, start: int, end: int) -> range:
+        """The numbers of the shards that have bytes in this part of the data."""
+        return range(max(bisect.bisect_right(self._starts, start) - 1, 0), bisect.bisect_left(self._starts, end))
+
     def read(self, offset: int, into: memoryview) -> int:
         """Bytes of the segment.  Raises :class:`StorageError`."""
-        return self._store.read(self._key, offset, into)
+        return self._read(offset, into)
 
 
 class Checkpoint:
-    """One committed checkpoint, open for reading.  Thread: :meth:`of` is safe from any."""
+    """One committed checkpoint, open for reading.  Thread: :meth:`of` is safe from any.
+
+    A few seals are held on to, however many ranks there are; :attr:`index` knows where the shards of all of them lie.
+    """
 
     def __init__(self, catalog: Catalog, save: SaveId) -> None:
-        self.path = catalog.dir(save)
+        self.root, self.path = catalog.root, catalog.dir(save)
         self.save = save
         self._catalog = catalog
         self._opening = threading.Lock()
-        self._parts: dict[int, RankPart] = {}
+        self._parts: OrderedDict[int, RankPart] = OrderedDict()
         self._lock: FileLock | None = None
         try:
             self._hold()
@@ -65,6 +83,7 @@ class Checkpoint:
                 raise catalog.not_found(save.step)
             self.manifest = catalog.manifest(save)
             self._entries = {entry.rank: entry for entry in self.manifest.ranks}
+            self.index = ShardIndex(self._entries)
             if len(self._entries) == 1:
                 self.of(*self._entries)
         except BaseException:
@@ -86,7 +105,7 @@ class Checkpoint:
         return list(self._entries)
 
     def of(self, rank: int) -> RankPart:
-        """One rank's part; its seal is read when first asked for.
+        """One rank's part.  Its seal is read, unless it is among those that were asked for last.
 
         Raises: :class:`NotFoundError` if this root does not hold it; :class:`IntegrityError`; :class:`VersionError`.
         """
@@ -97,7 +116,22 @@ class Checkpoint:
                 if entry is None:
                     raise NotFoundError(f"the part of rank {rank} is not in {self.path}; this root is not shared")
                 part = self._parts[rank] = RankPart(self._catalog.store, self.manifest, entry)
+            self._parts.move_to_end(rank)
+            if len(self._parts) > PARSED:
+                self._parts.popitem(last=False)
             return part
+
+    def seal_bytes(self, rank: int) -> bytes:
+        """The seal of one rank as it is stored, verified.  Raises: as :meth:`of`."""
+        store, key = self._catalog.store, names.key(self.save, names.seal(rank))
+        where = store.where(key)
+        try:
+            data = read_all(store, key, limits.MAX_SEAL_BYTES)
+        except StorageError as error:
+            raise read_error(f"{where} cannot be read", error) from error
+        if decode_seal(data, file=where)[1] != self._entries[rank].seal_digest:
+            raise IntegrityError(f"{where} is damaged: its checksum is not the one in the manifest")
+        return data
 
     def release(self, rank: int) -> None:
         """Forget one rank's seal; it is read again when asked for."""

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import bisect
 import contextlib
+import itertools
 import mmap
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 from stillframe.checkpoint.catalog import Checkpoint, RankPart, read_error
 from stillframe.errors import IntegrityError, StorageError
 from stillframe.format.digest import digest
+from stillframe.latch import Answer, Latch
 from stillframe.model import BLOCK_BYTES
 from stillframe.store.blob import aligned_buffer
 from stillframe.units import round_up
@@ -32,47 +32,54 @@ OnDamage = Callable[[int, int | None, IntegrityError], None]
 
 
 def read_chunks(
-    checkpoint: Checkpoint, wanted: Iterable[tuple[int, int]], place: Place, on_damage: OnDamage | None = None
+    checkpoint: Checkpoint,
+    wanted: Iterable[tuple[int, int]],
+    place: Place,
+    on_damage: OnDamage | None = None,
+    is_over: Latch | None = None,
 ) -> None:
-    """Verify the headers, then read these (rank, chunk) and hand each to ``place``, from several threads.
+    """Read these (rank, chunk), and each rank's header before them; hand each chunk to ``place``, from several threads.
+
+    Rank by rank, so that few seals are needed at a time.  ``is_over`` opens when nobody needs to read on (Ctrl-C, too):
+    a ``place`` that waits for something looks at it.
 
     Raises: :class:`IntegrityError` naming file, chunk and tensors; the first error stops all readers.  With
     ``on_damage`` that one is told instead, and everything else is read.
     """
-    ordered = sorted(wanted)
-    parts = {rank: checkpoint.of(rank) for rank in dict.fromkeys(rank for rank, _ in ordered)}
-    # One whose every shard is empty has its header checked all the same.
-    for each in parts.values() or (checkpoint.of(rank) for rank in checkpoint.ranks[:1]):
-        with _told(on_damage, each.rank, None):
-            check_header(each)
-    largest = max(
-        (min(each.seal.segment.chunk_bytes, each.seal.segment.data_bytes) for each in parts.values()), default=0
-    )
-    starts = {rank: [shard.start for shard in each.seal.shards] for rank, each in parts.items()}
-    numbered = iter(ordered)
+    numbered = _by_rank(checkpoint, wanted)
     taking = threading.Lock()
-    is_failed = threading.Event()
+    is_over = is_over or Latch()
 
     def work() -> None:
-        buffer = aligned_buffer(largest)
+        buffer: mmap.mmap | None = None
         try:
-            for rank, number in _shared(numbered, taking, is_failed):
-                with _told(on_damage, rank, number):
-                    start, end = read_chunk(parts[rank], number, buffer)
-                    first = max(bisect.bisect_right(starts[rank], start) - 1, 0)
-                    place(rank, range(first, bisect.bisect_left(starts[rank], end)), start, end, buffer)
+            for part, number in _shared(numbered, taking, is_over):
+                with _told(on_damage, part.rank, number):
+                    if number is None:
+                        read_header(part)
+                        continue
+                    segment = part.seal.segment
+                    largest = min(segment.chunk_bytes, segment.data_bytes)
+                    if buffer is None or len(buffer) < largest:
+                        buffer = aligned_buffer(largest)
+                    start, end = read_chunk(part, number, buffer)
+                    place(part.rank, part.shards_between(start, end), start, end, buffer)
         except BaseException:
-            is_failed.set()
+            is_over.unlock()
             raise
 
-    with ThreadPoolExecutor(READERS, "stillframe-read") as pool:
-        futures = [pool.submit(work) for _ in range(READERS)]
-        try:
-            for future in futures:
-                future.result()
-        except BaseException:  # Ctrl-C too: nobody reads on for somebody who has gone
-            is_failed.set()
-            raise
+    readers: list[Answer[None]] = []
+    try:
+        for _ in range(READERS):
+            reader: Answer[None] = Answer()
+            threading.Thread(target=reader.run, args=(work,), name="stillframe-read", daemon=True).start()
+            readers.append(reader)
+        for reader in readers:
+            reader.get()
+    finally:  # Ctrl-C too: nobody reads on for somebody who has gone
+        is_over.unlock()
+        for reader in readers:
+            reader.wait()
 
 
 def read_chunk(part: RankPart, number: int, buffer: mmap.mmap) -> tuple[int, int]:
@@ -93,8 +100,8 @@ def read_chunk(part: RankPart, number: int, buffer: mmap.mmap) -> tuple[int, int
     raise IntegrityError(f"{where} {what}{_tensors(part, start, end)}")
 
 
-def check_header(part: RankPart) -> None:
-    """The bytes before the data are those that were written."""
+def read_header(part: RankPart) -> mmap.mmap:
+    """The bytes before the data, verified, at the start of a buffer.  Raises :class:`IntegrityError`."""
     segment = part.seal.segment
     buffer = aligned_buffer(segment.data_start)
     with memoryview(buffer) as memory:
@@ -104,7 +111,7 @@ def check_header(part: RankPart) -> None:
             except StorageError as error:
                 raise read_error(f"{part.path}: the header cannot be read", error) from error
             if count >= segment.data_start and digest(memory[: segment.data_start]) == segment.header:
-                return
+                return buffer
     raise IntegrityError(f"{part.path}: the header is damaged: its checksum does not match")
 
 
@@ -118,10 +125,21 @@ def _told(on_damage: OnDamage | None, rank: int, number: int | None) -> Iterator
         on_damage(rank, number, error)
 
 
+def _by_rank(checkpoint: Checkpoint, wanted: Iterable[tuple[int, int]]) -> Iterator[tuple[RankPart, int | None]]:
+    """Each rank's header (``None``), then its chunks.  A seal is read when its turn comes."""
+    ordered = sorted(wanted)
+    if not ordered:  # one whose every shard is empty has its header checked all the same
+        yield from ((checkpoint.of(rank), None) for rank in checkpoint.ranks[:1])
+    for rank, chunks in itertools.groupby(ordered, lambda each: each[0]):
+        part = checkpoint.of(rank)
+        yield part, None
+        yield from ((part, number) for _, number in chunks)
+
+
 def _shared(
-    numbered: Iterator[tuple[int, int]], taking: threading.Lock, is_failed: threading.Event
-) -> Iterator[tuple[int, int]]:
-    while not is_failed.is_set():
+    numbered: Iterator[tuple[RankPart, int | None]], taking: threading.Lock, is_over: Latch
+) -> Iterator[tuple[RankPart, int | None]]:
+    while not is_over.is_open:
         with taking:
             number = next(numbered, None)
         if number is None:

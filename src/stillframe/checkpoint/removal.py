@@ -1,8 +1,9 @@
 """Removing a save: a tombstone first, so that a half-removed checkpoint is none, whatever is left of it.
 
-Order: tombstone, look at the epochs and at the pin, manifest, seals, everything else, tombstone.  Only files whose
-names are stillframe's are ever removed.  Who pins a save puts the pin, then looks for a tombstone: so a save that is
-pinned while it is removed either stays, or whoever pins it is told.
+Order: tombstone, look at the epochs and at the pin, then the files, manifest first, and the tombstone last.  While the
+tombstone is there, nothing that a crash leaves of the files is a checkpoint: one durable deletion removes them all.
+Only files whose names are stillframe's are ever removed.  Who pins a save puts the pin, then looks for a tombstone: so
+a save that is pinned while it is removed either stays, or whoever pins it is told.
 """
 
 from __future__ import annotations
@@ -38,7 +39,6 @@ def remove(catalog: Catalog, save: SaveId, reason: Reason, epoch: int, message: 
             return READ if is_read(catalog, save) else "it cannot be locked"
         if stays := set_aside(catalog, save, reason, epoch, message):
             return stays
-    labels.remove(catalog, save)
     remove_all(catalog, save)
     return ""
 
@@ -56,7 +56,7 @@ def set_aside(catalog: Catalog, save: SaveId, reason: Reason, epoch: int, messag
         is_ours = catalog.store.put_new(key, data)
     finally:  # a put that raised may have happened
         if not epochs.is_newest(catalog, epoch):
-            if is_ours and was_committed:
+            if is_ours:  # nothing has been removed yet; in a tier it may be a checkpoint by now
                 _withdraw(catalog, key, data)
             raise superseded(catalog, epoch)
     if is_ours and reason in ("pruned", "removed") and is_pinned(catalog, save):
@@ -127,14 +127,17 @@ def exclusive(catalog: Catalog, save: SaveId) -> Iterator[bool]:
 def superseded(catalog: Catalog, epoch: int) -> BusyError:
     return BusyError(
         f"another run has taken over {catalog.root} (a later epoch than {epoch} is claimed there): "
-        "stop one of the two, or give each its own root"
+        "stop one of the two, or give each a place of its own"
     )
 
 
-def remove_rank_files(catalog: Catalog, save: SaveId, rank: int) -> None:
-    """One rank's files of a save that is set aside, by name: a listing would grow with the number of ranks."""
-    catalog.store.delete([names.key(save, names.seal(rank))])
-    catalog.store.delete([names.key(save, name) for name in (names.segment(rank), names.failure(rank))])
+def remove_rank_files(catalog: Catalog, save: SaveId, rank: int, *more: str) -> None:
+    """One rank's files of a save that is set aside, by name: a listing would grow with the number of ranks.
+
+    ``more``: names of other files of the save that go first.
+    """
+    own = *more, names.seal(rank), names.segment(rank), names.failure(rank)
+    catalog.store.delete([names.key(save, name) for name in own])
 
 
 def has_rank_files(catalog: Catalog, save: SaveId) -> bool:
@@ -143,17 +146,17 @@ def has_rank_files(catalog: Catalog, save: SaveId) -> bool:
 
 
 def remove_all(catalog: Catalog, save: SaveId, keeps_tombstone: bool | None = None) -> None:
-    """Everything of a save that is set aside; in a root that is not shared, everything of this rank.
+    """Everything of a save that is set aside, and its label; in a root that is not shared, everything of this rank.
 
     ``keeps_tombstone``: of a save that was not committed, whose writer may only be paused: what it still writes must
     never become a checkpoint.  By default where the store may still carry out a put that raised.
     Raises: :class:`StorageError`; the rest is removed when it is called again.
     """
     found = [name for name in _files(catalog, save) if name != names.aside(catalog.rank)]
-    seals = [name for name in found if (file := names.parse_rank_file(name)) and file.kind == "seal"]
-    _delete(catalog, save, [name for name in found if name == names.MANIFEST])
-    _delete(catalog, save, seals)
-    _delete(catalog, save, [name for name in found if name != names.MANIFEST and name not in seals])
+    labels.remove(catalog, save)
+    if found:
+        found.sort(key=lambda name: name != names.MANIFEST)
+        catalog.store.delete([names.key(save, name) for name in found])
     if not (catalog.store.caps.lands_late if keeps_tombstone is None else keeps_tombstone):
         catalog.store.delete([catalog.aside_key(save), f"{names.step_dir(save)}/"])
 
@@ -164,9 +167,3 @@ def _files(catalog: Catalog, save: SaveId) -> Iterable[str]:
         file = names.parse_rank_file(name)
         if names.is_ours(name) and (catalog.rank is None or (file is not None and file.rank == catalog.rank)):
             yield name
-
-
-def _delete(catalog: Catalog, save: SaveId, found: Iterable[str]) -> None:
-    keys = [names.key(save, name) for name in found]
-    if keys:
-        catalog.store.delete(keys)

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from stillframe.checkpoint import epochs
 from stillframe.checkpoint.catalog import Catalog, Checkpoint, View
@@ -19,18 +19,19 @@ from stillframe.errors import IntegrityError, NotFoundError, StillframeError, St
 from stillframe.format import names
 from stillframe.format.epochs import Aside, Reason
 from stillframe.format.records import Manifest
+from stillframe.lineage import Branch
 from stillframe.model import SaveId, check_step
 from stillframe.store import files as user_files
-from stillframe.store import infos
+from stillframe.store import infos, is_url
 from stillframe.store.protocol import Info, Store
 from stillframe.units import format_ranks
 
 State = Literal[
     "committed", "abandoned", "superseded", "in progress", "incomplete", "damaged", "quarantined", "removed",
-    "newer format", "unreadable",
+    "newer format", "unreadable", "not in the root",
 ]  # fmt: skip
 """``abandoned``: a checkpoint off the branch; ``superseded``: the branch has another save of its step; ``removed``: its
-tombstone is all that counts."""
+tombstone is all that counts; ``not in the root``: only tiers have something of it, and no survey finds it."""
 
 _ASIDE: dict[Reason, str] = {
     "pruned": "retention has removed it",
@@ -81,7 +82,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Survey:
-    root: Path
+    root: str
     saves: tuple[Step, ...]
     """In the order of their steps."""
     owners: dict[int, Owner]
@@ -91,6 +92,8 @@ class Survey:
     spare_bytes: int
     """Of segments that are kept to be written over."""
     is_shared: bool
+    branch: Branch
+    """Which saves count, also of those that lie elsewhere."""
 
     @cached_property
     def steps(self) -> tuple[Step, ...]:
@@ -106,9 +109,23 @@ class Survey:
         return [each for each in self.saves if each.state in states]
 
 
-def check_root(root: str | os.PathLike[str]) -> Path:
-    """The root, if that is what it is; else :class:`NotFoundError` that says what it may have been."""
-    path = Path(os.path.abspath(root))
+def open_root(root: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None) -> Catalog:
+    """The catalog of a root, if that is what it is; else :class:`NotFoundError` that says what it may have been."""
+    catalog = Catalog(root, storage_options=storage_options)
+    if is_url(catalog.root):
+        _check_objects(catalog.store)
+    else:
+        _check_directory(Path(catalog.root))
+    return catalog
+
+
+def _check_objects(store: Store) -> None:
+    entries = [name.rstrip("/") for name in store.list()]
+    if not _has_steps(entries) and names.RUN not in entries:
+        raise NotFoundError(f"{store.where()} holds no checkpoint; give the root that the Checkpointer was made with")
+
+
+def _check_directory(path: Path) -> None:
     kind = user_files.kind_of(path)
     if kind == "nothing":
         raise NotFoundError(f"there is no directory {path}")
@@ -116,7 +133,7 @@ def check_root(root: str | os.PathLike[str]) -> Path:
         raise NotFoundError(f"{path} is a file; give the root: the directory that holds the step-… directories")
     entries = user_files.names_in(path)
     if _has_steps(entries) or (names.RUN in entries and _is_run(path / names.RUN)):
-        return path
+        return
     if names.parse_step_dir(path.name) is not None:
         raise NotFoundError(f"{path} is one step of a root; give the root: {path.parent}")
     inside = [name for name in entries if _is_root(path / name)]
@@ -150,12 +167,17 @@ def _and_more(entries: list[str]) -> str:
     return f" and {len(entries) - 1} more" if len(entries) > 1 else ""
 
 
-def survey(root: str | os.PathLike[str], newest: int | None = None) -> Survey:
+def survey(
+    root: str | os.PathLike[str], newest: int | None = None, *, storage_options: Mapping[str, Any] | None = None
+) -> Survey:
     """All saves, or those of so many of the newest steps of the branch.
 
     Raises: :class:`NotFoundError` if it is no root, :class:`StorageError` if it cannot be listed.
     """
-    catalog = Catalog(check_root(root))
+    return _survey(open_root(root, storage_options), newest)
+
+
+def _survey(catalog: Catalog, newest: int | None = None) -> Survey:
     store = catalog.store
     ranks = sorted(rank for name in store.list(names.RUN) if (rank := names.parse_lock(name)) is not None)
     owners = {rank: owner for rank in ranks if (owner := owner_of(store, rank)) is not None}
@@ -171,7 +193,7 @@ def survey(root: str | os.PathLike[str], newest: int | None = None) -> Survey:
         found += [looks.strange(save) for save in view.strange]
     spares = [_size(store, name) for name in store.list() if names.parse_spare(name) is not None]
     in_order = tuple(sorted(found, key=lambda each: each.save))
-    return Survey(catalog.root, in_order, held, gone, sum(spares), view.is_shared)
+    return Survey(catalog.root, in_order, held, gone, sum(spares), view.is_shared, view.branch)
 
 
 def _size(store: Store, key: str) -> int:
@@ -179,12 +201,18 @@ def _size(store: Store, key: str) -> int:
     return info.size if info is not None else 0
 
 
-def open_checkpoint(root: str | os.PathLike[str], step: int | None = None, rank: int | None = None) -> Checkpoint:
+def open_checkpoint(
+    root: str | os.PathLike[str],
+    step: int | None = None,
+    rank: int | None = None,
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+) -> Checkpoint:
     """A step's checkpoint (the newest if none is given), which has a part of ``rank`` if one is given.
 
     Raises: :class:`NotFoundError`, :class:`IntegrityError`, :class:`VersionError`.
     """
-    catalog = Catalog(check_root(root))
+    catalog = open_root(root, storage_options)
     try:
         checkpoint = catalog.open(step)
     except NotFoundError:
@@ -202,7 +230,7 @@ def open_checkpoint(root: str | os.PathLike[str], step: int | None = None, rank:
 
 def _explain(catalog: Catalog, step: int) -> None:
     """Raises, if there is a better reason why a step is no checkpoint than that it is not there."""
-    for each in reversed(survey(catalog.root).saves):
+    for each in reversed(_survey(catalog).saves):
         if each.step == step and each.state in ("quarantined", "damaged"):
             raise IntegrityError(f"step {step} in {catalog.root} is no checkpoint any more: {each.reason}")
         if each.step == step and each.state == "in progress":

@@ -5,15 +5,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from stillframe.checkpoint.catalog import Catalog, Checkpoint
-from stillframe.checkpoint.read import check_header, read_chunks
+from stillframe.checkpoint.opened import PARSED
+from stillframe.checkpoint.read import read_chunks, read_header
 from stillframe.errors import IntegrityError, NotFoundError
 from stillframe.format import names
 from stillframe.model import SaveId
 
-_RANKS_AT_ONCE = 16
+_RANKS_AT_ONCE = PARSED
 """Their seals are in memory together."""
 
 
@@ -21,7 +21,8 @@ _RANKS_AT_ONCE = 16
 class Damage:
     """Something that is not as it was written."""
 
-    file: Path
+    file: str
+    """Its path, or its URL."""
     rank: int
     chunk: int | None
     """``None``: it is not one chunk that is damaged, but the seal, the header, or all of the file."""
@@ -80,10 +81,10 @@ def verify(checkpoint: Checkpoint, on_bytes: Callable[[int], None] = lambda _cou
             try:
                 part = checkpoint.of(entry.rank)
                 if not part.seal.segment.chunks:
-                    check_header(part)  # of the others it is checked before their chunks
+                    read_header(part)  # of the others it is checked before their chunks
             except IntegrityError as error:
                 verdict.damages.append(
-                    Damage(checkpoint.path / names.segment(entry.rank), entry.rank, None, (), str(error))
+                    Damage(f"{checkpoint.path}/{names.segment(entry.rank)}", entry.rank, None, (), str(error))
                 )
             else:
                 wanted += [(entry.rank, number) for number in range(len(part.seal.segment.chunks))]

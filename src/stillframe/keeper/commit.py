@@ -41,6 +41,7 @@ _LOOK_AT_LOCKS_S = 0.5
 _LOCKS_AT_ONCE = 16
 _UNKNOWN_S = 5.0
 _ABSENT_S = 5.0
+"""So long after a save was sealed a keeper that is gone may be replaced by its trainer."""
 _UNTOLD_S = 5.0
 """So long a member that sees the manifest waits to be told of it; then it makes sure itself."""
 
@@ -105,6 +106,8 @@ class Coordinator:
         self._watch = _Watch(terms, has_locks)
         self._updates = updates
         self._seals: dict[int, tuple[SealBrief, str]] = {COORDINATOR: save.sealed}
+        self._seen: set[str] = set()
+        """Names that need no second look: of many ranks, parsing them all again would take most of a look."""
         self._seen_gone: set[int] = set()
 
     @property
@@ -141,16 +144,20 @@ class Coordinator:
     def _take_seals(self) -> None:
         seals: dict[str, int] = {}
         for name in self._list():
-            file = names.parse_rank_file(name)
-            if file is None or file.is_partial or file.rank in self._seals:
+            if name in self._seen:
                 continue
-            if file.kind == "failure":
-                raise _failure(self.save.catalog, self._key(name))
-            if file.kind == "seal":
-                seals[name] = file.rank
+            file = names.parse_rank_file(name)
+            if file is not None and not file.is_partial and file.rank not in self._seals:
+                if file.kind == "failure":
+                    raise _failure(self.save.catalog, self._key(name))
+                if file.kind == "seal":
+                    seals[name] = file.rank
+                    continue
+            self._seen.add(name)
         if seals:
             for name, head in heads(self._terms.store, names.step_dir(self._id), list(seals), HEAD_BYTES[0]):
                 self._take(seals[name], head)
+                self._seen.add(name)
 
     def _list(self) -> list[str]:
         return list(self._terms.store.list(names.step_dir(self._id)))
@@ -279,7 +286,7 @@ class Member:
         is_gone = bool(self._watch.gone([COORDINATOR], is_orphan))
         if self._is_published(is_overdue=is_gone):
             return True
-        if is_gone:
+        if is_gone and (is_orphan or self._watch.waited_s > _ABSENT_S):  # else its trainer may start another
             raise KeeperError(f"{_not_committed(self._id.step)}: rank 0 ended before committing it; {_ADVICE}")
         if self._watch.waited_s > self._terms.deadline_s + _MEMBERS_WAIT_LONGER_S:
             raise DeadlineError(

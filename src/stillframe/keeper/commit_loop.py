@@ -61,6 +61,7 @@ class CommitLoop:
         self._is_orphan = is_orphan
         self._changed = threading.Condition()
         self._pending: dict[int, Commit] = {}
+        self._given_up: dict[int, Exception] = {}
         self._is_finishing = False
         self._linger_s = 0.0
         self._thread: threading.Thread | None = None
@@ -71,6 +72,12 @@ class CommitLoop:
             if self._thread is None:
                 self._thread = threading.Thread(target=or_die, args=(self._run,), name="stillframe-commit")
                 self._thread.start()
+            self._changed.notify()
+
+    def give_up(self, save: int, error: Exception) -> None:
+        """Commit it no more, unless that is done; only who decides may say so.  It may be added later."""
+        with self._changed:
+            self._given_up[save] = error
             self._changed.notify()
 
     def finish(self) -> None:
@@ -120,6 +127,8 @@ class CommitLoop:
             self._forget(save)  # nobody is left to be told
             return True
         try:
+            if save in self._given_up and commit.decides:
+                raise self._given_up[save]
             is_done = commit.poll(is_orphan)
         except Exception as error:  # kept, and reported
             segment.error = error
@@ -134,3 +143,4 @@ class CommitLoop:
     def _forget(self, save: int) -> None:
         with self._changed:
             del self._pending[save]
+            self._given_up.pop(save, None)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from stillframe.checkpoint import epochs
 from stillframe.checkpoint.catalog import Catalog
@@ -32,8 +32,14 @@ class CurrentEpoch:
     """
 
     def __init__(
-        self, catalog: Catalog, terms: Terms, rank: int, on_claim: Callable[[int, int], None] = lambda *_: None
+        self,
+        catalog: Catalog,
+        terms: Terms,
+        rank: int,
+        on_claim: Callable[[int, int], None] = lambda *_: None,
+        tiers: Sequence[Catalog] = (),
     ) -> None:
+        self._tiers = tiers
         self._on_claim = on_claim
         self._catalog = catalog
         self._terms = terms
@@ -61,6 +67,17 @@ class CurrentEpoch:
         """Of the epoch, if it is known by now."""
         begun = self._begun
         return begun.epoch if begun is not None else self._number
+
+    @property
+    def to_promote_in(self) -> int | None:
+        """As :attr:`number`; of a keeper that was replaced, the one that its predecessor had claimed."""
+        return self.number or self._wanted.number
+
+    @property
+    def agreed_step(self) -> int:
+        """The step that the ranks have restored together, and that the epoch goes on from; -1 if there is none."""
+        with self._lock:
+            return self._parent.step if self._is_parent_known and self._parent is not None else -1
 
     def enter(self, wanted: Enter) -> None:
         """Saves from now on belong to another epoch.  No I/O."""
@@ -128,7 +145,8 @@ class CurrentEpoch:
 
     def _claim(self) -> int | None:
         if self._claims and self._number is None:
-            self._number = epochs.claim(self._catalog, self._terms.run, self._wanted.sequence, self._wanted.number)
+            wanted = self._wanted
+            self._number = epochs.claim(self._catalog, self._terms.run, wanted.sequence, wanted.number, self._tiers)
             self._on_claim(self._wanted.sequence, self._number)
         return self._number
 
@@ -140,8 +158,8 @@ class CurrentEpoch:
             return found
         self._check_kind()
         parent = self._parent if self._is_parent_known else self._catalog.newest()
-        if parent is not None and parent.epoch >= number:  # chosen after another run had claimed a later epoch
-            raise superseded(self._catalog, number)
+        if parent is not None and parent.epoch >= number:
+            number = self._claim_above(parent, number)
         is_safe = self._is_choice_safe or (self._before is not None and number == self._before + 1)  # nobody between
         if self._is_parent_known and not is_safe and self._catalog.newest() != parent:
             raise BusyError(
@@ -149,10 +167,20 @@ class CurrentEpoch:
                 "there since: restore() again"
             )
         is_shared = self._catalog.rank is None
-        begun = epochs.begin(self._catalog, number, self._terms.run, self._wanted.sequence, parent, is_shared)
+        run, sequence = self._terms.run, self._wanted.sequence
+        begun = epochs.begin(self._catalog, number, run, sequence, parent, is_shared, self._tiers)
         with contextlib.suppress(StorageError):  # they are tried again by the next run
             epochs.forget(self._catalog, begun)
         return begun
+
+    def _claim_above(self, parent: SaveId, number: int) -> int:
+        """The parent comes from a tier that could not be asked for its epochs when this one was claimed."""
+        if max(self._catalog.epochs(), default=0) > number:  # chosen after another run had claimed a later epoch
+            raise superseded(self._catalog, number)
+        run, sequence = self._terms.run, self._wanted.sequence
+        self._number = epochs.claim_number(self._catalog, run, sequence, parent.epoch + 1)
+        self._on_claim(sequence, self._number)
+        return self._number
 
     def _check_kind(self) -> None:
         view = self._catalog.look()

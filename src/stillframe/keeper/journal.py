@@ -66,23 +66,24 @@ class Journal:
         if self._log is None and self._is_wanted and isinstance(store, PosixStore):  # only a file can be added to
             self._log = EventLog(store, event_key(self._rank, self._terms.run), self._started)
 
-    def _write(self, event: events.Event) -> None:
+    def write(self, event: events.Event) -> None:
+        """No I/O: a thread of the log's own does that."""
         if self._log is not None:
             self._log.write(event)
 
     def updates(self, made: Sequence[tuple[float, float]]) -> None:
         if made:
             found = [events.Update(at_s + self._unix_s, waited_s) for at_s, waited_s in made]
-            self._write(events.Updates(time.time(), found))
+            self.write(events.Updates(time.time(), found))
 
     def restored(self, message: messages.Restored) -> None:
         passed_over = list(message.passed_over)
-        self._write(events.Restore(time.time(), message.step, message.bytes, message.seconds, passed_over))
+        self.write(events.Restore(time.time(), message.step, message.bytes, message.seconds, passed_over))
 
     def ended(self, save: SegmentWriter, committed_s: float | None, error: str = "") -> None:
         """A save is committed, or has failed."""
         begin, sent = save.begin, save.begin.telemetry
-        self._write(
+        self.write(
             events.Save(
                 time.time(), begin.step, "failed" if committed_s is None else "committed", begin.data_bytes,
                 begin.requested_s + self._unix_s, self._unix(sent.returned_s), self._unix(sent.stage_begin_s),
@@ -101,7 +102,7 @@ class Journal:
             self._told_s = now
         saves = [self._in_flight(save) for save in self._saves()]
         used = sum(save.staged_bytes - save.flushed_bytes for save in saves)
-        self._write(events.SavesInFlight(time.time(), saves, self.arena_bytes, used))
+        self.write(events.SavesInFlight(time.time(), saves, self.arena_bytes, used))
 
     def close(self, is_orphan: bool) -> None:
         if self._log is not None:

@@ -1,77 +1,86 @@
 """The keeper's main loop: messages in, work out to threads, news back; then finish and go.
 
-The main thread only listens, so it always notices the trainer's death.
+The main thread only listens, and touches no storage: so it always notices the trainer's death, and always answers.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import mmap
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 from stillframe import errors
 from stillframe.checkpoint import labels
 from stillframe.checkpoint.catalog import Catalog
-from stillframe.checkpoint.lock import RootLock
+from stillframe.checkpoint.lock import Note, RootLock
 from stillframe.errors import StillframeError, StorageError
-from stillframe.format import names
 from stillframe.format.epochs import Outcome
 from stillframe.format.records import Failure
 from stillframe.keeper.commit import Coordinator, Member, UpdateCounts
 from stillframe.keeper.commit_loop import CommitLoop, longest_pause_s, or_die
 from stillframe.keeper.epochs import CurrentEpoch
+from stillframe.keeper.heartbeat import Heartbeat
 from stillframe.keeper.journal import Journal
 from stillframe.keeper.outcomes import OutcomeBook
+from stillframe.keeper.promotion import Promotion
 from stillframe.keeper.segment import Fingerprint, SegmentWriter, State, read_draft, report_failure
+from stillframe.keeper.taking import Taking
 from stillframe.keeper.terms import COORDINATOR, Terms
 from stillframe.keeper.trainer import Trainer
 from stillframe.keeper.upkeep import Upkeep
-from stillframe.link import messages
+from stillframe.link import liveness, messages
 from stillframe.link.messages import FromTrainer, KeeperConfig
 from stillframe.model import CHUNK_BYTES, SaveId
 from stillframe.retention import decode_policy
+from stillframe.store import hastily
+from stillframe.store.activity import Activity
 from stillframe.store.posix import PosixStore
 from stillframe.store.protocol import Store
 
 _WRITERS = 4
 """Threads that hash and write: more than one so that the disk never waits for a hash."""
-_NICE = 10
 _POLL_MS = 50
-_PR_SET_NAME = 15
 _MAX_TOLD = 100
 """Ranks named in one message."""
 
 
 class Keeper:
-    def __init__(self, config: KeeperConfig, store: Store, sock: int, trainer: int) -> None:
+    """``activity``: what its store is in."""
+
+    def __init__(
+        self, config: KeeperConfig, store: Store, sock: int, trainer: int, activity: Activity | None = None
+    ) -> None:
         self._terms = terms = Terms(store, config.run, config.world_size, config.deadline_s)
         self._rank = rank = config.rank
         self._catalog = Catalog(store, None if config.is_shared else rank)
         keep = decode_policy(config.keep)
-        self._locking = threading.Lock()
-        self._lock = RootLock(terms.store, rank, terms.run)
+        tiers = [Catalog(each.root, storage_options=each.storage_options) for each in config.tiers]
+        self._lock = RootLock(terms.store, rank, terms.run, self._says, self._notice, os.getppid())
+        self._root = Taking(terms.store, self._lock, self._taken)
         self._epoch = CurrentEpoch(
-            self._catalog, terms, rank, lambda sequence, epoch: self._tell(messages.Claimed(sequence, epoch))
+            self._catalog, terms, rank, lambda sequence, epoch: self._tell(messages.Claimed(sequence, epoch)), tiers
         )
         self._outcomes = OutcomeBook(terms.store)
         self._updates = UpdateCounts()
         self._trainer = Trainer(sock, trainer)
         self._tell = self._trainer.tell
+        self._heartbeat = Heartbeat(activity or Activity(), self._in_flight, self._trainer.tell_alive)
+        self._asked: set[int] = set()
         self._is_closing = False
         self._arena: memoryview | None = None
         self._saves: dict[int, SegmentWriter] = {}
-        self._journal = Journal(terms, rank, keep, lambda: list(self._saves.values()), config.has_events)
+        self._begun = 0
+        self._journal = Journal(terms, rank, keep, self._in_flight, config.has_events)
         self._previous: Fingerprint | None = None
-        self._upkeep = Upkeep(
-            self._catalog, terms, rank, keep, self._epoch, lambda text: self._tell(messages.Notice(text))
-        )
+        self._promotion = Promotion(
+            config.tiers, tiers, terms, rank, config.is_shared, self._epoch, self._tell, self._notice,
+            self._journal.write,
+        )  # fmt: skip
+        self._upkeep = Upkeep(self._catalog, terms, rank, keep, self._epoch, self._notice, self._promotion.kept)
         self._failure = ""
         self._writers = ThreadPoolExecutor(_WRITERS, "stillframe-flush")
         self._finisher = ThreadPoolExecutor(1, "stillframe-finish")
@@ -86,29 +95,35 @@ class Keeper:
         for ignored in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGIO):
             signal.signal(ignored, signal.SIG_IGN)
         try:
-            self._take_root()
+            self._heartbeat.beside(self._take_root)
         except StillframeError as error:
             self._tell(messages.Refused(*errors.to_record(error)))
             return 1
         self._listen()
+        self._heartbeat.beside(self._end)
+        return 0
+
+    def _end(self) -> None:
         for number, writer in list(self._saves.items()):
-            begin = writer.begin
             why = "KeeperError", "its trainer ended before it was staged"
-            self._abandon(messages.Abandon(number, begin.step, begin.attempt, *why))
+            self._abandon(messages.Abandon(number, writer.begin.step, writer.begin.attempt, *why))
         self._writers.shutdown()
         self._finisher.shutdown()
         self._commits.finish()
         self._upkeep.close()
+        if self._promotion.has_tiers:
+            self._lock.release()  # the run that comes next need not wait for what it carries on itself
+        self._promotion.finish()
         if isinstance(self._terms.store, PosixStore):
             with contextlib.suppress(StorageError):
                 self._terms.store.close()
         self._journal.close(self._is_orphan)
-        return 0
 
     def _take_root(self) -> None:
         warning = ""
         try:
-            self._lock_root()
+            with hastily(self._terms.store):
+                self._root.take(is_awaited=True)
         except StorageError as error:
             # A root that cannot be written can still be restored from; saves will say what is wrong.
             warning = f"nothing can be saved for now: {errors.text_of(error)}"
@@ -116,22 +131,27 @@ class Keeper:
             warning = f"a checkpoint of the run before is lost: {self._lock.previous_failure}"
         self._tell(messages.Ready(warning))
 
-    def _lock_root(self) -> None:
-        """The root is there and ours; asked at each save: it may not have been writable before, or was removed."""
-        with self._locking:  # asked by two threads: they must not meet each other's lock
-            if self._lock.is_wanted:
-                self._lock.acquire()
-                self._journal.begin()
-                self._upkeep.start()
+    def _taken(self) -> None:
+        self._journal.begin()
+        self._upkeep.start()
+        self._promotion.start()
+
+    def _notice(self, text: str) -> None:
+        self._tell(messages.Notice(text))
+
+    def _in_flight(self) -> list[SegmentWriter]:
+        return list(self._saves.values())
 
     # --- listening -------------------------------------------------------------------------
 
     def _listen(self) -> None:
         """Until the trainer is gone, or says close, and nothing is left to receive."""
         while True:
-            has_ended, has_said = self._trainer.wait(_POLL_MS if self._is_closing else 1000)
+            has_ended, has_said = self._trainer.wait(_POLL_MS if self._is_closing else int(liveness.BEAT_S * 500))
             if has_ended:
                 self._orphaned()
+            if self._saves or self._asked:
+                self._heartbeat.beat()
             more = has_said and self._receive()
             if not more and (self._is_orphan or (self._is_closing and not self._saves)):
                 return
@@ -144,7 +164,7 @@ class Keeper:
         if not self._is_orphan:
             self._trainer.is_gone = True
             self._epoch.hurry()
-            self._lock.note("finishing", self._failure)
+            self._heartbeat.note(self._lock.note)
 
     def _receive(self) -> bool:
         """Take every waiting message; tells whether there was any."""
@@ -181,33 +201,44 @@ class Keeper:
         elif isinstance(message, messages.Enter):
             self._epoch.enter(message)
             if message.request:
-                self._finisher.submit(or_die, self._answer, message.request, self._enter)
+                self._answer(message.request, self._enter)
         elif isinstance(message, messages.Resume):
             self._epoch.resume(message.parent, message.is_claimed)
             if message.is_durable:
-                self._finisher.submit(or_die, self._answer, message.request, self._put_down)
+                self._answer(message.request, self._put_down)
         elif isinstance(message, messages.Start):
-            self._finisher.submit(or_die, self._answer, message.request, self._put_down)
+            self._answer(message.request, self._put_down)
         elif isinstance(message, messages.Restored):
             self._journal.restored(message)
+        elif isinstance(message, messages.Complete):
+            self._finisher.submit(or_die, self._promotion.complete, message.save)
         else:
             self._journal.updates(message.updates)
             self._is_closing = True
+            self._heartbeat.note(self._lock.note)
 
     def _answer(self, request: int, work: Callable[[], None]) -> None:
-        try:
-            work()
-        except StillframeError as error:
-            self._tell(messages.Done(request, *errors.to_record(error)))
-        else:
-            self._tell(messages.Done(request))
+        def answer() -> None:
+            try:
+                with hastily(self._terms.store):
+                    work()
+            except StillframeError as error:
+                self._tell(messages.Done(request, *errors.to_record(error)))
+            else:
+                self._tell(messages.Done(request))
+            self._asked.discard(request)
+            self._promotion.wake()
+
+        self._asked.add(request)
+        self._finisher.submit(or_die, answer)
 
     def _enter(self) -> None:
-        self._lock_root()
+        self._root.take(is_awaited=True)
+        self._upkeep.wait_for_removal()
         self._epoch.claim()
 
     def _put_down(self) -> None:
-        self._lock_root()
+        self._root.take(is_awaited=True)
         if self._epoch.decides:
             self._epoch.check_newest(self._epoch.current().epoch)  # put first, then looked: as with a manifest
             labels.follow_branch(self._catalog)
@@ -218,12 +249,12 @@ class Keeper:
         finally:
             os.close(fd)
         is_counted = not self._is_alone and self._rank != COORDINATOR
-        save = self._saves[message.save] = SegmentWriter(message, header, draft, self._catalog, self._epoch, is_counted)
-        save.guard(self._lock_root)
+        parts = self._catalog, self._epoch, is_counted, self._upkeep.wait_for_removal
+        save = self._saves[message.save] = SegmentWriter(message, header, draft, *parts)
+        self._begun = message.save
         self._journal.updates(message.telemetry.updates)
         self._journal.progress(is_news=True)
-        save.pending.append(self._writers.submit(save.guard, save.open))
-        self._upkeep.save_begins(message.complete_step)
+        save.pending.append(self._writers.submit(self._open, save))
 
     def _take_chunk(self, chunk: messages.Chunk) -> None:
         save = self._saves[chunk.save]
@@ -234,7 +265,14 @@ class Keeper:
 
     # --- working (writer and finisher threads) ---------------------------------------------
 
+    def _open(self, save: SegmentWriter) -> None:
+        save.guard(self._root.take)
+        if save.error is None:
+            self._upkeep.save_begins(save.begin.complete_step)
+        save.guard(save.open)
+
     def _flush_chunk(self, save: SegmentWriter, chunk: messages.Chunk, span: memoryview) -> None:
+        save.pending[0].result()  # the root is ours, and the file is open
         begun_s = time.monotonic()
         save.guard(lambda: save.write(chunk, span))
         save.count_flushed(chunk.nbytes, begun_s)
@@ -248,30 +286,29 @@ class Keeper:
         if save.error is not None or self._is_alone:
             self._settle(number, save)
         else:
-            has_locks = self._lock.is_supported
-            self._commits.add(
-                number,
-                Coordinator(save, self._terms, has_locks, self._updates)
-                if self._rank == COORDINATOR
-                else Member(save, self._terms, has_locks),
-            )
+            has_locks, decides = self._lock.is_supported, self._rank == COORDINATOR
+            leader = Coordinator(save, self._terms, has_locks, self._updates) if decides else None
+            self._commits.add(number, leader or Member(save, self._terms, has_locks))
 
     def _settle(self, number: int, save: SegmentWriter) -> None:
-        """End a save that is committed or has failed: tell the other ranks, publish, prune, tell the trainer."""
-        committed_s = None
+        """End a save that is committed or has failed: tell the other ranks, publish, tell the trainer, prune."""
         if save.error is not None:
             self._fail(number, save)
-        else:
-            committed_s = time.monotonic()
-            self._note("")
-            self._tell_ranks(Outcome(save.identify()))
-            if problem := save.publish_label():
-                self._tell(messages.Notice(problem))
-            self._upkeep.committed(save.identify())
+            save.discard()
+            self._forget(number, save, None)
+            return
+        committed_s = time.monotonic()
+        self._note("")
+        self._tell_ranks(Outcome(save.identify()))
+        if problem := save.publish_label():
+            self._notice(problem)
+        with self._upkeep.after_commit(save.identify()):
             if self._catalog.rank is None:  # else the ranks find out together
-                self._tell(messages.Committed(number, committed_s))  # only now: who waited sees what the policy keeps
-        save.close()
-        self._forget(number, save, committed_s)
+                self._promotion.committed(save.identify())
+                self._tell(messages.Committed(number, committed_s))  # before anything is removed: that may hang
+            save.close()
+            self._forget(number, save, committed_s)
+            self._promotion.note()
 
     def _tell_ranks(self, outcome: Outcome) -> None:
         if self._rank == COORDINATOR and not self._is_alone:
@@ -288,7 +325,7 @@ class Keeper:
         fingerprint = save.fingerprint
         is_unchanged = fingerprint is not None and fingerprint == self._previous
         self._previous = fingerprint
-        self._tell(messages.Sealed(number, time.monotonic(), is_unchanged))
+        self._tell(messages.Sealed(number, save.identify().epoch, time.monotonic(), is_unchanged))
         if self._terms.world_size == 1:
             save.commit([save.sealed])
 
@@ -302,13 +339,16 @@ class Keeper:
         self._journal.progress()
 
     def _abandon(self, message: messages.Abandon) -> None:
-        """A save that will not be staged: drop it, unless it is finishing already."""
+        """A save that will not be staged, or committed: drop it, unless that is done."""
         save = self._saves.get(message.save)
-        if save is None:  # it failed before it began
-            self._finisher.submit(or_die, self._lose, message)
+        if save is None:
+            if not 0 < message.save <= self._begun:  # else it has ended here
+                self._finisher.submit(or_die, self._lose, message)
         elif save.state is State.RECEIVING:
             save.error = save.error or errors.from_record(message.kind, message.message)
             self._finisher.submit(or_die, self._drop, message.save, save)
+        elif not self._is_orphan:
+            self._commits.give_up(message.save, errors.from_record(message.kind, message.message))
 
     def _lose(self, message: messages.Abandon) -> None:
         """A save that an earlier keeper died with, or that never began."""
@@ -340,7 +380,7 @@ class Keeper:
 
     def _fail(self, number: int, save: SegmentWriter) -> None:
         assert save.error is not None
-        if not save.is_promised:
+        if not self._terms.store.caps.lands_late:  # else each request may wait for minutes: it is told first
             save.discard()
         kind, message = errors.to_record(save.error)
         if not save.is_told:
@@ -352,13 +392,8 @@ class Keeper:
         """Keep the last failure in the lock's file until a save succeeds: there may be no trainer left to be told."""
         if failure != self._failure:
             self._failure = failure
-            self._lock.note("finishing" if self._is_orphan else "training", failure)
+            self._lock.note()
 
-
-def main(*, sock: int, trainer: int, **given: Any) -> int:
-    """``given``: the fields of :class:`KeeperConfig`."""
-    config = KeeperConfig(**given)
-    os.nice(_NICE)
-    ctypes.CDLL(None).prctl(_PR_SET_NAME, b"stillframe-keep", 0, 0, 0)
-    store = PosixStore(config.root, spare=names.spare(config.rank))
-    return Keeper(config, store, sock, trainer).run()
+    def _says(self) -> Note:
+        is_over = self._is_orphan or self._is_closing
+        return Note("finishing" if is_over else "training", self._failure, self._heartbeat.noted())

@@ -10,9 +10,10 @@ number; then rank 0 removes the rest.
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 from stillframe.checkpoint import labels
 from stillframe.checkpoint.catalog import Catalog, View
@@ -40,11 +41,19 @@ class Pruner:
     """Thread: one at a time, under the keeper's tidying lock.
 
     ``epoch``: that this keeper saves in, if it is known.  ``is_alone``: no other rank has files in these saves.
+    ``kept``: what must stay for now, whatever the policy says.
     """
 
     def __init__(
-        self, catalog: Catalog, keep: Keep | None, rank: int, is_alone: bool, epoch: Callable[[], int | None]
+        self,
+        catalog: Catalog,
+        keep: Keep | None,
+        rank: int,
+        is_alone: bool,
+        epoch: Callable[[], int | None],
+        kept: Callable[[], set[SaveId]] = set,
     ) -> None:
+        self._kept = kept
         self._catalog = catalog
         self._keep = keep
         self._rank = rank
@@ -56,7 +65,10 @@ class Pruner:
         self._tombstones: set[SaveId] = set()
         """Set aside, and to be left alone by this keeper."""
         self._own: set[SaveId] = set()
-        """Those that this keeper has had a part in."""
+        """Those that this keeper has had a part in, while they may be there and a policy may let them go."""
+        self._looked: SaveId | None = None
+        """A member looks at a few of its own at a time, in turn: the oldest may be kept for good."""
+        self._labels = labels.LabelUse(catalog)
         self._left: dict[SaveId, float] = {}
         """Set aside, and when; other ranks' files may be there still."""
 
@@ -74,16 +86,17 @@ class Pruner:
         else:
             self._remove_own()
 
-    def committed(self, save: SaveId, complete_step: int | None) -> None:
+    def committed(self, save: SaveId, complete_step: int = -1) -> None:
         """Raises :class:`StorageError`, :class:`BusyError`; what was not removed is tried again next time.
 
-        ``complete_step``: in a root that is not shared, the newest step of this epoch that all ranks have sealed.
+        ``complete_step``: in a root that is not shared, the newest step that all ranks are known to have.
         """
-        self._own.add(save)
-        if not self._decides:
-            self._remove_own()
-        elif self._keep is not None:
+        if self._keep is not None:
+            self._own.add(save)
+        if self._decides and (self._keep is not None or self._labels.is_labelled(save)):
             self.prune(save, complete_step)
+        elif not self._decides:
+            self._remove_own()
 
     # --- members ---------------------------------------------------------------------------
 
@@ -95,10 +108,13 @@ class Pruner:
         if not judges_by_manifest(self._keep):
             kept = self._keep.keeps([Known(save) for save in self._own], time.time())
             own = [save for save in own if save.step not in kept]
-        return own[:_AT_ONCE]
+        return own
 
     def _remove_own(self) -> None:
-        for save in self._going_of_own():
+        going = self._going_of_own()
+        later = bisect.bisect_right(going, self._looked) if self._looked else 0
+        for save in (going[later:] + going[:later])[:_AT_ONCE]:
+            self._looked = save
             store = self._catalog.store
             if store.head(self._catalog.commit_key(save)) is not None:
                 continue  # a checkpoint, or rank 0 may still withdraw its tombstone
@@ -117,29 +133,40 @@ class Pruner:
                 remove_all(self._catalog, save)
                 del self._left[save]
 
-    def prune(self, newest: SaveId | None = None, complete_step: int | None = None) -> None:
+    def prune(self, newest: SaveId | None = None, complete_step: int = -1) -> None:
         """One pass: what the policy lets go, and what no writer can turn into a checkpoint any more.
 
-        ``newest``: just committed; it stays, whatever its number.
+        ``newest``: just committed; it stays, whatever its number.  ``complete_step``: as for :meth:`committed`.
         Raises: :class:`BusyError` if another run has taken over; :class:`StorageError`, after all has been tried.
         """
         problems: list[StorageError] = []
         with _collected(problems):
             self._remove_left()
+        # In the name of the epoch that has just committed, even if the trainer has begun to restore meanwhile.
+        epoch = self._epoch() if newest is None else newest.epoch
+        kept = self._kept()  # asked before anything is looked at: what comes later is not known of here, and stays
         view = self._catalog.look()
         uncommitted = self._take_stock(view, problems)
-        for save, why in self.going(view, newest, complete_step).items():
+        if epoch is not None:
+            lost: dict[SaveId, str] = {}
             with _collected(problems):
-                self.remove(save, why)
+                lost = self._lost(newest)
+            for save, why in {**self.going(view, newest, complete_step, lost), **lost}.items():
+                with _collected(problems):
+                    self._remove(save, why, epoch, is_lost=save in lost)
         for save in uncommitted:
-            with _collected(problems):
-                self._remove_leftover(save)
+            if save not in kept:
+                with _collected(problems):
+                    self._remove_leftover(save, epoch)
         if problems:
             raise problems[0]
 
     def _take_stock(self, view: View, problems: list[StorageError]) -> list[SaveId]:
         """Look at what is not known yet.  Returns the saves that are no checkpoints."""
-        self._known = {save: known for save, known in self._known.items() if save in set(view.saves)}
+        there = set(view.saves)
+        self._known = {save: known for save, known in self._known.items() if save in there}
+        self._tombstones &= there
+        self._own &= there
         uncommitted = []
         for save in view.saves:
             if save in self._known or save in self._tombstones or save in self._left:
@@ -159,19 +186,30 @@ class Pruner:
             return Known(save, manifest.saved_unix_s, manifest.metadata)
         return Known(save)
 
-    def going(self, view: View, newest: SaveId | None, complete_step: int | None) -> dict[SaveId, str]:
-        """What the policy lets go, and why."""
+    def _lost(self, newest: SaveId | None) -> dict[SaveId, str]:
+        """After the commit of a save with a label: checkpoints that have lost theirs, and why."""
+        if newest is None or not self._labels.is_labelled(newest):
+            return {}
+        stays = self._kept() | {newest}
+        lost = self._labels.lost(self._known)
+        return {save: why for save, why in lost.items() if save not in stays and not self._is_pinned(save)}
+
+    def going(
+        self, view: View, newest: SaveId | None, complete_step: int = -1, lost: Collection[SaveId] = ()
+    ) -> dict[SaveId, str]:
+        """What the policy lets go, and why.  ``lost`` go anyhow: they do not count."""
         branch: list[Known] = []
         others = [save for save in view.off_branch if save in self._known]
         for saves in view.on_branch.values():
-            found = [save for save in saves if save in self._known]
+            found = [save for save in saves if save in self._known and save not in lost]
             branch += [self._known[save] for save in found[:1]]
             others += found[1:]
-        if complete_step is not None:  # nothing goes before a later one is complete
-            branch = [each for each in branch if each.save.epoch != self._epoch() or each.save.step <= complete_step]
+        if self._catalog.rank is not None:  # nothing goes before a later one is complete on every rank
+            branch = [each for each in branch if each.save.step <= complete_step]
         if branch and not self._is_usable(max(each.save for each in branch)):
             return {}  # what would stay cannot be restored
-        going = garbage(branch, others, self._keep, {newest} if newest else set(), time.time())
+        stays = self._kept() | ({newest} if newest else set())
+        going = garbage(branch, others, self._keep, stays, time.time())
         return {save: why for save, why in going.items() if not self._is_pinned(save)}
 
     def _is_usable(self, save: SaveId) -> bool:
@@ -189,11 +227,12 @@ class Pruner:
         except StorageError:
             return True  # cannot tell
 
-    def remove(self, save: SaveId, why: str) -> None:
-        """A checkpoint, unless somebody is reading it.  Raises :class:`BusyError`, :class:`StorageError`."""
-        epoch = self._epoch()
-        assert epoch is not None
-        is_shared_work = save in self._own and not self._is_alone
+    def _remove(self, save: SaveId, why: str, epoch: int, is_lost: bool = False) -> None:
+        """A checkpoint, unless somebody is reading it.  Raises :class:`BusyError`, :class:`StorageError`.
+
+        ``is_lost``: it has lost its label; the other ranks do not know, and leave their files to this one.
+        """
+        is_shared_work = save in self._own and not self._is_alone and not is_lost
         with exclusive(self._catalog, save) as is_free:
             if not is_free:
                 return
@@ -201,11 +240,10 @@ class Pruner:
         self.forget(save)
         if stays:
             return  # if it is pinned, it will be looked at again
-        labels.remove(self._catalog, save)
         if is_shared_work:
             self._left[save] = time.monotonic()
-            self._catalog.store.delete([self._catalog.commit_key(save)])
-            remove_rank_files(self._catalog, save, self._rank)
+            labels.remove(self._catalog, save)
+            remove_rank_files(self._catalog, save, self._rank, names.MANIFEST)
         else:
             remove_all(self._catalog, save)
 
@@ -214,9 +252,8 @@ class Pruner:
         self._known.pop(save, None)
         self._own.discard(save)
 
-    def _remove_leftover(self, save: SaveId) -> None:
+    def _remove_leftover(self, save: SaveId, epoch: int | None) -> None:
         """A save of an earlier epoch that never became a checkpoint, or whose removal was interrupted."""
-        epoch = self._epoch()
         aside = self._aside(save)
         if aside is None:
             if epoch is None or save.epoch >= epoch:
@@ -229,7 +266,6 @@ class Pruner:
         elif aside.was_committed and aside.epoch != epoch and not self._is_over(aside) and self._is_whole(save):
             return  # whoever set it aside may only be paused, and may yet withdraw that
         is_over = aside is not None and (self._is_over(aside) or (aside.was_committed and not self._lands_late))
-        labels.remove(self._catalog, save)
         remove_all(self._catalog, save, keeps_tombstone=not is_over)
         if not is_over:
             self._tombstones.add(save)

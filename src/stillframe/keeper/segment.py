@@ -63,7 +63,7 @@ class Fingerprint:
 class SegmentWriter:
     """Thread: chunks from any; :meth:`seal` and :meth:`commit` once, after all of them.
 
-    ``is_counted``: another rank counts the seal, and commits.
+    ``is_counted``: another rank counts the seal, and commits.  ``before_open`` runs before the segment is made.
     """
 
     def __init__(
@@ -74,6 +74,7 @@ class SegmentWriter:
         catalog: Catalog,
         epoch: CurrentEpoch,
         is_counted: bool = False,
+        before_open: Callable[[], None] = lambda: None,
     ) -> None:
         self.begin = begin
         self.draft = draft
@@ -100,8 +101,10 @@ class SegmentWriter:
         self._digests: list[str | None] = [None] * (-(-begin.data_bytes // CHUNK_BYTES))
         self._lazy: dict[int, str] = {}
         self._writer: Writer | None = None
+        self._is_discarded = False
         self._sealed: tuple[SealBrief, str] | None = None
         self._opening = threading.Lock()
+        self._before_open = before_open
 
     def guard(self, work: Callable[[], object]) -> None:
         """Do a piece of the work, unless the save has failed already; keep the first error."""
@@ -136,6 +139,7 @@ class SegmentWriter:
         with self._opening:
             if self._writer is None:
                 key = self._key(names.segment(self.draft.rank))
+                self._before_open()
                 self._writer = self._store.writer(key, len(self._header) + self.begin.data_bytes)
                 header = aligned_buffer(len(self._header))
                 header[: len(self._header)] = self._header
@@ -262,9 +266,13 @@ class SegmentWriter:
             self._writer.abort()
 
     def discard(self) -> None:
-        """Remove the files of this save; best effort, retention gets the rest."""
+        """Remove the files of this save, unless they were promised; best effort, retention gets the rest.
+
+        May be called again.
+        """
         self.close()
-        if self._id is not None:
+        if self._id is not None and not self.is_promised and not self._is_discarded:
+            self._is_discarded = True
             own = [self._key(name) for name in (names.seal(self.draft.rank), names.segment(self.draft.rank))]
             with contextlib.suppress(StorageError):
                 self._store.delete([*own, f"{names.step_dir(self._id)}/"])

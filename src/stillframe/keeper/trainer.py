@@ -5,10 +5,12 @@ It is noticed by the socket and by a pidfd, because data-loader workers forked f
 
 from __future__ import annotations
 
+import contextlib
 import select
 import socket
 
-from stillframe.link.messages import Channel, FromKeeper, FromTrainer
+from stillframe.link.liveness import Pulse
+from stillframe.link.messages import Alive, Channel, FromKeeper, FromTrainer
 
 
 class Trainer:
@@ -35,6 +37,11 @@ class Trainer:
             except ConnectionError:
                 # It went with our news unread.  What it sent before is still queued behind this.
                 continue
+
+    def tell_alive(self, pulse: Pulse) -> None:
+        """Never waits: if it does not listen, it does not wait for this either."""
+        with contextlib.suppress(OSError):
+            self._channel.send(Alive(pulse), flags=socket.MSG_DONTWAIT)
 
     def tell(self, message: FromKeeper) -> None:
         """Never waits for a trainer that is gone."""

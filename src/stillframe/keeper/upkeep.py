@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 from stillframe import errors
@@ -20,9 +20,16 @@ from stillframe.keeper.terms import COORDINATOR, Terms
 from stillframe.model import SaveId
 from stillframe.retention import Keep
 
+_REMOVAL_S = 1.0
+"""So long a new segment, or epoch, waits for a removal under way: writing over a removed segment is faster than fresh
+blocks, and what an epoch has not removed stays until the next commit."""
+
 
 class Upkeep:
-    """Thread: safe from any.  ``notice`` is told what could not be removed; that keeps no save from being made."""
+    """Thread: safe from any.  ``notice`` is told what could not be removed; that keeps no save from being made.
+
+    ``kept``: what is being carried to other tiers.
+    """
 
     def __init__(
         self,
@@ -32,6 +39,7 @@ class Upkeep:
         keep: Keep | None,
         epoch: CurrentEpoch,
         notice: Callable[[str], None],
+        kept: Callable[[], set[SaveId]] = set,
     ) -> None:
         self._catalog = catalog
         self._terms = terms
@@ -39,12 +47,13 @@ class Upkeep:
         self._epoch = epoch
         self._notice = notice
         is_alone = terms.world_size == 1 or catalog.rank is not None
-        self._pruner = Pruner(catalog, keep, rank, is_alone, lambda: epoch.number)
+        self._pruner = Pruner(catalog, keep, rank, is_alone, lambda: epoch.number, kept)
         self._lock = threading.Lock()
         self._desk = RequestDesk(catalog, self._pruner, epoch.number_to_remove_by, self._lock)
         self._clearer = ThreadPoolExecutor(1, "stillframe-clear")
         self._is_cleared = False
         self._complete_step = -1
+        self._removing = threading.Lock()
 
     def start(self) -> None:
         """The root is ours: answer requests.  May be called again."""
@@ -66,19 +75,34 @@ class Upkeep:
                 if self._epoch.decides:
                     epoch = self._epoch.current().epoch  # nothing of the past goes before this epoch has begun
                     stack.callback(forget, self._terms.store, self._terms.run)
-                    stack.callback(self._pruner.prune)
+                    stack.callback(self._pruner.prune, None, self._complete())
                     labels.finish(self._catalog, epoch)
         except StillframeError as error:
             self._notice(f"what earlier runs have left could not all be removed: {errors.text_of(error)}")
 
-    def committed(self, save: SaveId) -> None:
-        """Remove what the policy lets go."""
-        complete_step = None if self._catalog.rank is None else self._complete_step
-        try:
-            with self._lock:
-                self._pruner.committed(save, complete_step)
-        except StillframeError as error:
-            self._notice(f"old checkpoints could not be removed: {errors.text_of(error)}")
+    @contextlib.contextmanager
+    def after_commit(self, save: SaveId) -> Iterator[None]:
+        """At its end, remove what the policy lets go.  :meth:`wait_for_removal` knows of it from its beginning on."""
+        with self._removing:
+            yield
+            try:
+                with self._lock:
+                    self._pruner.committed(save, self._complete())
+            except StillframeError as error:
+                self._notice(f"old checkpoints could not be removed: {errors.text_of(error)}")
+
+    def wait_for_removal(self) -> None:
+        """Until a removal that is under way is done, but not long.
+
+        For a new segment: one that was set aside can be written over.  For a new epoch: the old one may not remove any
+        more once that is claimed.
+        """
+        if self._removing.acquire(timeout=_REMOVAL_S):
+            self._removing.release()
+
+    def _complete(self) -> int:
+        """The newest step that every rank is known to have, in a root that is not shared; -1 if there is none."""
+        return max(self._complete_step, self._epoch.agreed_step)
 
     def tidy(self) -> bool:
         """Remove what has waited for other ranks; returns whether there may be more."""

@@ -10,9 +10,19 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from stillframe.checkpoint.events import event_files, read_events
-from stillframe.checkpoint.survey import check_root
-from stillframe.format.events import End, Event, KeeperStarted, Restore, Save, SavesInFlight, Update, Updates
-from stillframe.store import open_store
+from stillframe.checkpoint.survey import open_root
+from stillframe.format.events import (
+    Carried,
+    End,
+    Event,
+    KeeperStarted,
+    Restore,
+    Save,
+    SavesInFlight,
+    TierTrouble,
+    Update,
+    Updates,
+)
 
 _UNUSUAL = 20
 """An iteration that takes this many times the median is no iteration: events between its ends were dropped."""
@@ -30,6 +40,8 @@ class RankHistory:
     saves: list[Save] = field(default_factory=list)
     updates: list[Update] = field(default_factory=list)
     restores: list[Restore] = field(default_factory=list)
+    carried: list[Carried] = field(default_factory=list)
+    tier_trouble: list[TierTrouble] = field(default_factory=list)
     progress: SavesInFlight | None = None
     """The newest."""
     end: End | None = None
@@ -45,6 +57,10 @@ class RankHistory:
                 self.updates += event.updates
             elif isinstance(event, Restore):
                 self.restores.append(event)
+            elif isinstance(event, Carried):
+                self.carried.append(event)
+            elif isinstance(event, TierTrouble):
+                self.tier_trouble.append(event)
             elif isinstance(event, SavesInFlight):
                 self.progress = event
             else:
@@ -121,7 +137,7 @@ def rate(save: Save) -> float | None:
 
 def histories(root: str | os.PathLike[str]) -> list[RankHistory]:
     """The histories of all ranks and runs that have events in the root, in the order in which they began."""
-    store = open_store(check_root(root))
+    store = open_root(root).store
     found = []
     for (rank, run), keys in event_files(store).items():
         found.append(RankHistory(rank, run))

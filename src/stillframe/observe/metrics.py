@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from stillframe.model import Stats
+from stillframe.model import Stats, TierStats
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,9 +18,9 @@ class Metric:
     unit: Literal["", "bytes", "seconds"]
     help: str
     field: str
-    """The field of :class:`Stats` that holds it."""
+    """The field of :class:`Stats`, or :class:`TierStats`, that holds it."""
 
-    def value(self, stats: Stats) -> float | None:
+    def value(self, stats: Stats | TierStats) -> float | None:
         """``None`` if there is no value yet."""
         value: float | None = getattr(stats, self.field)
         return value
@@ -51,3 +51,14 @@ METRICS = (
         "keeper_starts",
     ),
 )  # fmt: skip
+
+TIER_METRICS = (
+    Metric("tier_committed_step", "gauge", "", "Newest step that is whole in the tier.", "committed_step"),
+    Metric(
+        "tier_committed_time", "gauge", "seconds", "Unix time when that was seen.", "committed_unix_s",
+    ),
+    Metric("tier_behind_steps", "gauge", "", "How many steps it is older than the newest checkpoint.", "behind_steps"),
+    Metric("tier_behind", "gauge", "seconds", "How much earlier it was committed in the root.", "behind_s"),
+    Metric("tier_failures", "gauge", "", "Attempts that have failed since one succeeded.", "failures"),
+)  # fmt: skip
+"""Of each tier, which the label ``tier`` names by its root."""

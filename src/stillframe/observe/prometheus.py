@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from prometheus_client import REGISTRY, CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from stillframe.model import Stats
-from stillframe.observe.metrics import METRICS
+from stillframe.model import Stats, TierStats
+from stillframe.observe import metrics
+from stillframe.observe.metrics import METRICS, TIER_METRICS
 
 
 class CheckpointerCollector(Collector):
@@ -23,14 +24,23 @@ class CheckpointerCollector(Collector):
         sources = [(stats(), labels) for stats, labels in tuple(self.sources)]
         names = list(dict.fromkeys(name for _, labels in sources for name in labels))
         for metric in METRICS:
-            name = "_".join(filter(None, ("stillframe", metric.name, metric.unit)))
-            kind = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
-            family = kind(name, metric.help, labels=names)
-            for stats, labels in sources:
-                value = metric.value(stats)
-                if value is not None:
-                    family.add_metric([labels.get(each, "") for each in names], value)
-            yield family
+            yield _family(metric, names, sources)
+        of_tiers = [(tier, {**labels, "tier": tier.root}) for stats, labels in sources for tier in stats.tiers]
+        for metric in TIER_METRICS if of_tiers else ():
+            yield _family(metric, list(dict.fromkeys([*names, "tier"])), of_tiers)
+
+
+def _family(
+    metric: metrics.Metric, names: Sequence[str], sources: Sequence[tuple[Stats | TierStats, dict[str, str]]]
+) -> Metric:
+    name = "_".join(filter(None, ("stillframe", metric.name, metric.unit)))
+    kind = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
+    family = kind(name, metric.help, labels=names)
+    for stats, labels in sources:
+        value = metric.value(stats)
+        if value is not None:
+            family.add_metric([labels.get(each, "") for each in names], value)
+    return family
 
 
 _collectors: weakref.WeakKeyDictionary[CollectorRegistry, CheckpointerCollector] = weakref.WeakKeyDictionary()

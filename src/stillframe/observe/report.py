@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pkgutil
 import statistics
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from stillframe.checkpoint.survey import Survey
 from stillframe.format.events import Save
 from stillframe.observe.charts import Bar, Slice, bars, timeline
 from stillframe.observe.history import RankHistory, beside_saves, newest, rate, save_blocked_s
+from stillframe.observe.tiers import Standing
 from stillframe.units import format_bytes, format_count, format_seconds, format_time
 
 _SHOWN_SAVES, _SHOWN_RANKS, _SHOWN_STEPS = 6, 64, 50
@@ -22,18 +24,18 @@ _COLOURS = {
 }  # fmt: skip
 
 
-def report(found: Survey, every: Sequence[RankHistory], now_s: float) -> str:
+def report(found: Survey, every: Sequence[RankHistory], now_s: float, tiers: Sequence[Standing] = ()) -> str:
     """The page.  Without histories (``every`` is empty), it tells only what lies in the root."""
     last = newest(every)
     slowest = _slowest(last)
     sections = [f"<h1>{escape(str(found.root))}</h1>", *_verdict(last, slowest), _tiles(found, slowest, now_s)]
     if slowest is not None:
         sections += [*_timeline(slowest, len(last)), _charts(last, slowest)]
-    sections += [*_ranks(last), *_runs(every), *_failures(found, every), _checkpoints(found, last)]
+    sections += [*_ranks(last), *_runs(every), *_tiers(tiers), *_failures(found, every), _checkpoints(found, last)]
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>stillframe: {escape(found.root.name)}</title><style>{_style()}</style></head><body>"
+        f"<title>stillframe: {escape(os.path.basename(found.root))}</title><style>{_style()}</style></head><body>"
         f"{''.join(sections)}<footer>stillframe report, {format_time(now_s)}</footer></body></html>\n"
     )
 
@@ -195,6 +197,25 @@ def _how_it_ended(ranks: Sequence[RankHistory]) -> str:
     if all(each.end.is_closed for each in ranks if each.end):
         return "closed"
     return "killed, or ended without close()"
+
+
+def _tiers(tiers: Sequence[Standing]) -> list[str]:
+    rows = [
+        [
+            each.root, "—" if each.step is None else str(each.step),
+            "—" if each.behind_steps is None else str(each.behind_steps),
+            "" if each.behind_s is None else format_seconds(each.behind_s), str(each.carried),
+            "" if each.carry_s is None else format_seconds(each.carry_s), format_bytes(each.bytes),
+            str(each.failures), each.trouble,
+        ]
+        for each in tiers
+    ]  # fmt: skip
+    head = [
+        "tier", "newest step", "steps behind", "saved earlier by", "carried", "time for one", "sent", "failures",
+        "fails now",
+    ]  # fmt: skip
+    note = "as the events of the last run tell"
+    return [f"<h2>Tiers <small>{note}</small></h2>{_table(head, rows, left=['tier', 'fails now'])}"] if rows else []
 
 
 def _failures(found: Survey, every: Sequence[RankHistory]) -> list[str]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 from stillframe.checkpoint.events import event_files
 from stillframe.checkpoint.survey import Survey, survey
+from stillframe.checkpoint.tiers import read_tiers
 from stillframe.errors import StorageError
 from stillframe.format.events import InFlight, Save, decode_lines
 from stillframe.observe.history import RankHistory, in_order, newest
+from stillframe.observe.tiers import Standing, standings
 from stillframe.store import open_store
 from stillframe.store.protocol import Store, read_range
 
@@ -45,7 +46,7 @@ class Frame:
     """A run at one moment.  Figures of the last run, if no run is active."""
 
     at_s: float
-    root: Path
+    root: str
     is_running: bool
     state: str
     """``training``, ``finishing`` (only keepers are left) or ``ended``."""
@@ -71,6 +72,7 @@ class Frame:
     """Of the rank whose arena is fullest."""
     at_risk_s: float | None
     """Training that would be lost if every process died now: since the last committed ``save()``, or the start."""
+    tiers: tuple[Standing, ...]
 
 
 class Follower:
@@ -116,6 +118,7 @@ class Follower:
         arenas = [(each.progress.arena_used_bytes, each.progress.arena_bytes) for each in ranks if each.progress]
         arena_used_bytes, arena_bytes = max(arenas, default=(0, 0))
         last = _last_commit(ranks)
+        notes = read_tiers(open_store(found.root))
         is_running = owner is not None and owner.state == "training"
         return Frame(
             at_s=now_s,
@@ -136,6 +139,7 @@ class Follower:
             arena_bytes=arena_bytes,
             arena_used_bytes=arena_used_bytes,
             at_risk_s=_at_risk_s(ranks, last, now_s) if is_running else None,
+            tiers=tuple(standings(notes, list(self._histories.values()), ranks, found.latest)),
         )
 
     def _moving(self, found: Survey, ranks: list[RankHistory], world_size: int, now_s: float) -> tuple[Moving, ...]:

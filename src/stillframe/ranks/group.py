@@ -14,6 +14,7 @@ Its cost per rank does not grow with the number of ranks, but for rank 0, which 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import os
@@ -22,7 +23,6 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -34,6 +34,8 @@ from torch.distributed.rendezvous import rendezvous
 
 from stillframe import errors
 from stillframe.errors import ConfigError, DeadlineError, StillframeError
+from stillframe.latch import Answer as Reply
+from stillframe.ranks.told import Told
 from stillframe.state.torch_internals import default_store
 from stillframe.units import format_ranks
 
@@ -42,7 +44,9 @@ logger = logging.getLogger("stillframe")
 _T = TypeVar("_T")
 _R = TypeVar("_R")
 _FIRST_S, _LONGEST_S = 0.001, 0.2
-_WATCH_S = 0.05
+_WATCH_S, _WATCH_LONGEST_S = 0.05, 5.0
+_CROWD = 64
+"""With more ranks than this, each watches less often: all of them ask one store."""
 _TELL_S = 10.0
 """After so long, a wait is mentioned."""
 _VERDICT_S = 10.0
@@ -76,22 +80,63 @@ def check_same(what: str, said: Sequence[Any]) -> None:
         raise ConfigError(f"the ranks differ: {parts}")
 
 
+class _Line:
+    """A thread that talks to the store, one turn after the other.
+
+    Nobody has to wait for it: a store whose host hangs never answers.  It is started with the first turn.
+    """
+
+    def __init__(self, name: str, watch_s: float = _WATCH_S) -> None:
+        self._name = name
+        self._watch_s = watch_s
+        self._turns: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._watches: list[Callable[[], bool]] = []
+        self._is_unstarted = threading.Lock()
+
+    def ask(self, work: Callable[[], _R]) -> Reply[_R]:
+        reply: Reply[_R] = Reply()
+        self._turns.put(lambda: reply.run(work))
+        if self._is_unstarted.acquire(blocking=False):  # once, whoever comes at the same time
+            threading.Thread(target=self._run, name=self._name, daemon=True).start()
+        return reply
+
+    def watch(self, is_over: Callable[[], bool]) -> None:
+        self.ask(lambda: self._watches.append(is_over))
+
+    def _run(self) -> None:
+        while True:
+            with contextlib.suppress(queue.Empty):
+                self._turns.get(timeout=self._watch_s if self._watches else None)()
+            for is_over in list(self._watches):
+                try:
+                    if is_over():
+                        self._watches.remove(is_over)
+                except Exception:  # a log handler that raises, say: other watches must not end because of it
+                    logger.exception("a watch over other ranks met an unexpected error")
+                    self._watches.remove(is_over)
+
+
 class Group:
-    """This rank among the others.  Thread: the training thread's."""
+    """This rank among the others.  Thread: the training thread's; :meth:`count` and what follows from any.
+
+    A round is talked on one line, news on another: a rank that waits in a round still tells what it has sealed.
+    """
 
     def __init__(self, rank: int, world_size: int, store: Any, deadline_s: float, talks: bool = True) -> None:
         self.rank = rank
         self.world_size = world_size
         self.deadline_s = deadline_s
+        self.ranks_on_node = _ranks_on_node(world_size)
+        """The most on any node.  Until the ranks have agreed on it: as torchrun says, or all of them."""
         self._store = store
         self._prefix = f"stillframe/{next(_numbers) if talks and world_size > 1 else 0}"
         self._rounds = itertools.count(1)
         self._name = ""
         self._answered: dict[int, str] = {}
         self._have_met = False
-        self._watches: list[Callable[[], bool]] = []
-        self._turns: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._talker: threading.Thread | None = None
+        self._agreeing = _Line("stillframe-agree")
+        self._telling = _Line("stillframe-tell", min(_WATCH_S * max(1.0, world_size / _CROWD), _WATCH_LONGEST_S))
+        self._told = Told(store, world_size)
 
     @property
     def is_global(self) -> bool:
@@ -127,48 +172,19 @@ class Group:
                 raise own
             return judge([Answer(0, value, own)])
         said = _Said(msgspec.Raw(msgspec.json.encode(value)), _record(own) if own else None)
-        exchange = self._aside(lambda: self._exchange(about, said, judge))
-        if not wait([exchange], 2 * (self.deadline_s + _VERDICT_S)).done:
-            raise DeadlineError(f"{about}: the store of torch.distributed does not answer; is its host still there?")
+        exchange = self._agreeing.ask(lambda: self._exchange(about, said, judge))
         try:
-            verdict = exchange.result()
+            verdict = exchange.get(2 * (self.deadline_s + _VERDICT_S))
         except StillframeError:
+            if not exchange.is_given:
+                why = "the store of torch.distributed does not answer; is its host still there?"
+                raise DeadlineError(f"{about}: {why}") from None
             raise
         except (RuntimeError, OSError) as error:
             raise DeadlineError(f"{about}: the store of torch.distributed is gone ({error})") from error
         if verdict.error is not None:
             raise own or errors.from_record(*verdict.error)
         return msgspec.json.decode(verdict.value, type=into)
-
-    def _aside(self, work: Callable[[], _R]) -> Future[_R]:
-        """Talk to the store on a thread that nobody has to wait for: a store whose host hangs never answers."""
-        if self._talker is None:
-            self._talker = threading.Thread(target=self._talk, name="stillframe-agree", daemon=True)
-            self._talker.start()
-        future: Future[_R] = Future()
-
-        def turn() -> None:
-            try:
-                future.set_result(work())
-            except BaseException as error:
-                future.set_exception(error)
-
-        self._turns.put(turn)
-        return future
-
-    def _talk(self) -> None:
-        while True:
-            try:
-                self._turns.get(timeout=_WATCH_S if self._watches else None)()
-            except queue.Empty:
-                pass
-            for is_over in list(self._watches):
-                try:
-                    if is_over():
-                        self._watches.remove(is_over)
-                except Exception:  # a log handler that raises, say: other watches must not end because of it
-                    logger.exception("a watch over other ranks met an unexpected error")
-                    self._watches.remove(is_over)
 
     def _exchange(self, about: str, said: _Said, judge: Callable[[list[Answer]], Any]) -> _Said:
         if not self._name:
@@ -250,7 +266,7 @@ class Group:
             what = f"rank 0 did not answer within {timeout_s:g} s (is it still there?)"
         return DeadlineError(f"{about}: {what}; every rank must make the checkpointer, and restore, in the same order")
 
-    # --- telling one another outside of a round: nobody waits --------------------------------
+    # --- telling one another outside of a round: nobody waits, and what is told first is seen first ---
 
     def count(self, key: str) -> None:
         """This rank has come so far."""
@@ -258,15 +274,29 @@ class Group:
         def turn() -> None:
             self._store.set(f"{self._name}/{key}/{self.rank}", b"1")
             self._store.add(f"{self._name}/{key}", 1)
+            self._told.add(f"{self._name}/{key}/{self.rank}", f"{self._name}/{key}")
 
-        self._aside(turn)
+        self._telling.ask(turn)
+
+    def take_back(self, key: str) -> None:
+        """The opposite of :meth:`count`."""
+
+        def turn() -> None:
+            self._store.delete_key(f"{self._name}/{key}/{self.rank}")
+            self._store.add(f"{self._name}/{key}", -1)
+
+        self._telling.ask(turn)
 
     def say(self, key: str, text: str) -> None:
-        self._aside(lambda: self._store.set(f"{self._name}/{key}", text))
+        def turn() -> None:
+            self._store.set(f"{self._name}/{key}", text)
+            self._told.add(f"{self._name}/{key}")
+
+        self._telling.ask(turn)
 
     def watch(self, is_over: Callable[[], bool]) -> None:
         """Have this called now and then, on a thread of its own, until it says so; it may ask what follows."""
-        self._aside(lambda: self._watches.append(is_over))
+        self._telling.watch(is_over)
 
     def lacking(self, key: str) -> int:
         """How many ranks have not come so far."""
@@ -279,6 +309,10 @@ class Group:
     def missing(self, key: str) -> list[int]:
         """Which ranks have not come so far."""
         return [rank for rank in range(self.world_size) if not self._store.check([f"{self._name}/{key}/{rank}"])]
+
+    def settle(self, key: str) -> None:
+        """This rank has seen that all have come so far, and asks no more.  For a watch."""
+        self._told.seen(f"{self._name}/{key}")
 
 
 def _record(error: Exception) -> tuple[str, str]:
@@ -319,6 +353,11 @@ def _from_environment() -> tuple[int, int]:
         return int(texts[0]), int(texts[1])
     except ValueError:
         raise ConfigError(f"RANK={texts[0]!r}, WORLD_SIZE={texts[1]!r} in the environment are not numbers") from None
+
+
+def _ranks_on_node(world_size: int) -> int:
+    text = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return min(max(int(text), 1), world_size) if text.isdecimal() else world_size
 
 
 def _store(rank: int, world_size: int, is_initialized: bool, deadline_s: float) -> Any:

@@ -1,0 +1,186 @@
+"""Rank 0's mover: chooses what is carried to a tier, commits it there when every part has come, and prunes there."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from typing import Any
+
+from stillframe.checkpoint.promote import introduce, publish, sweep
+from stillframe.checkpoint.removal import remove_all, set_aside
+from stillframe.checkpoint.tiers import read_target
+from stillframe.errors import BusyError, IntegrityError, NotFoundError, StillframeError, VersionError, text_of
+from stillframe.format import names
+from stillframe.format.epochs import Target, encode_target
+from stillframe.keeper.mover import Mover
+from stillframe.keeper.retention import Pruner
+from stillframe.model import SaveId
+from stillframe.retention import decode_policy
+
+_GIVE_UP_S = 120.0
+"""So long a part that a rank says it cannot carry is waited for: another may turn out to have it."""
+
+
+class Leader(Mover):
+    """``is_whole``: whether every rank has its part of a save that was found in the root."""
+
+    def __init__(self, *arguments: Any, is_whole: Callable[[SaveId], bool]) -> None:
+        super().__init__(*arguments)
+        self._is_whole = is_whole
+        keep = decode_policy(self._config.keep)
+        self._pruner = Pruner(self._tier, keep, 0, True, self._epoch_there, lambda: self.kept)
+        self._introduced: set[int] = set()
+        self._has_looked = False
+        self._due_s = 0.0
+        """The unix time of the last save that was due by time."""
+        self._missing: list[int] = []
+        self._said: Target | None = None
+
+    def _is_due(self, before: int, step: int) -> bool:
+        if self._config.every_steps:
+            return super()._is_due(before, step)
+        since_s = time.time() - self._due_s
+        if 0 <= since_s < self._config.every_s:
+            return False
+        self._due_s = time.time()  # also if the last one comes from a clock that was ahead: it says nothing
+        return True
+
+    def _turn(self, epoch: int) -> bool:
+        if not self._has_looked:
+            self._look()
+        if epoch not in self._introduced and self._source.parent(epoch) is not None:
+            self._introduce(epoch)  # if the root is lost now, what was gone back from does not count there, either
+        if self._target is None and not self._choose(epoch):
+            self._say()
+            return False
+        self._say()
+        target = self._target
+        assert target is not None
+        try:
+            self._introduce(target.epoch)
+            self._carry(target)
+            missing = publish(self._tier, target)
+        except (IntegrityError, VersionError, NotFoundError, BusyError) as error:
+            self._give_up(target, epoch, error)
+            return True
+        if missing:
+            self._wait_for(target, epoch, missing)
+            return True
+        self._check_newest(self._tier, epoch)  # put first, then looked: as with a manifest of the root
+        self._done(target)
+        self._say()
+        self._tidy(target)
+        return self._waiting is not None
+
+    def _look(self) -> None:
+        """What an earlier keeper, or run, has left to be done."""
+        view, there = self._source.look(), self._tier.look()
+        ours = [save for save in there.saves if view.branch.epoch is None or view.branch.has(save)]
+        self._committed = next((save for save in sorted(ours, reverse=True) if self._tier.is_committed(save)), None)
+        said = read_target(self._tier)
+        target, waiting = self._left
+        left = target or (said.save if said is not None else None)
+        # What was being carried, every rank had.
+        whole = [save for save in self._source.committed(view) if save in self._left or self._is_whole(save)]
+        newest_there = -1 if self._committed is None else self._committed.step
+        steps = [newest_there, *(save.step for save in whole)]
+        later = [save for save in whole if save.step > newest_there]
+        is_due = super()._is_due
+        due = [save for save in later if save in (left, waiting) or is_due(_before(steps, save.step), save.step)]
+        newer = [save for save in due if save != left]
+        due_s = self._last_due_s()
+        with self._changed:  # no I/O in here: who reports a commit waits for this lock
+            self._left = left if left in due else None, None  # it is carried to its end, then the newest
+            if newer and not self._is_over and (self._waiting is None or self._waiting < newer[0]):
+                self._waiting = newer[0]
+            if self._considered is None and whole:
+                self._considered = whole[0]
+            self._due_s = self._due_s or due_s
+            self._has_looked = True
+            self._tell()
+
+    def _last_due_s(self) -> float:
+        """When the newest one there was saved, for a tier that goes by time; 0 if that cannot be told."""
+        if self._config.every_s and self._committed is not None:
+            with contextlib.suppress(IntegrityError, VersionError, NotFoundError):
+                return self._tier.manifest(self._committed).saved_unix_s
+        return 0.0
+
+    def _choose(self, epoch: int) -> bool:
+        with self._changed:
+            chosen = self._left[0] or self._waiting
+        if chosen is None:
+            return False
+        self.on_turn()  # before anybody hears of it: it may have come in the middle of this turn
+        for each in {epoch, chosen.epoch}:
+            if self._tier.store.head(names.parent(each)) is None:  # somebody has emptied the tier
+                self._introduced.discard(each)
+            self._introduce(each)
+        self._check_newest(self._source, epoch)
+        with self._changed:
+            if self._waiting == chosen:
+                self._waiting = None
+            self._left = None, None
+            self._target, self._missing = chosen, []
+            self._since_s = self._moved_s = time.monotonic()
+            self._tell()
+        self.on_turn()
+        return True
+
+    def _say(self) -> None:
+        """Tell the other ranks, unless they have been told.  By time, they learn from this alone what is due."""
+        with self._changed:
+            word = Target(self._run_name, self._target, self._waiting, self._considered)
+        said = self._said
+        is_news = (
+            said is None or word.save != said.save or (self._config.every_s and word.considered != said.considered)
+        )
+        if self._world_size > 1 and is_news:
+            self._tier.store.put(names.TARGET, encode_target(word), durable=False)
+            self._said = word
+
+    def _introduce(self, epoch: int) -> None:
+        """Again, until what the epoch goes on from is known, and is put there."""
+        if epoch not in self._introduced and introduce(self._source, self._tier, epoch):
+            self._introduced.add(epoch)
+
+    def _epoch_there(self) -> int | None:
+        """In whose name saves are removed in the tier: after a removal by hand, in the name of that."""
+        own = self._epoch()
+        if own is None:
+            return None
+        later = sorted((each for each in self._tier.epochs() if each > own), reverse=True)
+        return later[0] if later and all(self._is_harmless(self._tier, each) for each in later) else own
+
+    def _wait_for(self, target: SaveId, epoch: int, missing: list[int]) -> None:
+        """Other ranks carry still.  Give up a target whose part a rank lacks, unless somebody else has it."""
+        if missing != self._missing:
+            self._missing, self._moved_s = missing, time.monotonic()
+        listed = map(names.parse_rank_file, self._tier.store.list(names.step_dir(target)))
+        failed = {file.rank for file in listed if file is not None and file.kind == "failure"} & set(missing)
+        if failed and time.monotonic() - self._since_s > _GIVE_UP_S:
+            self._give_up(target, epoch, NotFoundError(f"rank {min(failed)} does not have its part any more"))
+        elif time.monotonic() - self._moved_s > _GIVE_UP_S and self._waiting is not None:
+            self._give_up(target, epoch, NotFoundError(f"the part of rank {missing[0]} has not come"))
+
+    def _give_up(self, target: SaveId, epoch: int, why: StillframeError) -> None:
+        """No other attempt would help; what was carried of it goes."""
+        with self._changed:
+            self._target, self._sent_bytes = None, 0
+            self._tell()
+        self._complain(f"{target} is not carried to {self._tier.root}", why)
+        self._say()
+        if not self._tier.is_committed(target) and not set_aside(self._tier, target, "left over", epoch):
+            remove_all(self._tier, target)
+
+    def _tidy(self, target: SaveId) -> None:
+        sweep(self._tier, target)
+        try:
+            self._pruner.prune()
+        except StillframeError as error:
+            self._notice(f"old checkpoints in {self._tier.root} could not be removed: {text_of(error)}")
+
+
+def _before(steps: list[int], step: int) -> int:
+    return max((each for each in steps if each < step), default=-1)

@@ -1,0 +1,167 @@
+"""Where checkpoints can be read from: the root, then its tiers, the nearest first."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import partial
+
+from stillframe.checkpoint.catalog import Catalog, View
+from stillframe.checkpoint.promote import check_same_run
+from stillframe.checkpoint.tiers import do_not_count
+from stillframe.errors import (
+    DeadlineError,
+    ExistsError,
+    IntegrityError,
+    NotFoundError,
+    StillframeError,
+    StorageError,
+    VersionError,
+    text_of,
+)
+from stillframe.latch import LOOK_S, later
+from stillframe.lineage import Branch
+from stillframe.model import SaveId
+from stillframe.store import silence
+from stillframe.waits import Wait
+
+logger = logging.getLogger("stillframe")
+
+_PATIENCE_S = 20.0
+"""So long a tier may take to say what it holds."""
+
+
+class Sources:
+    """Thread: the caller's.
+
+    ``world_size``: of the ranks that restore.  A tier that cannot be reached counts as not having anything;
+    :attr:`trouble` says why, for when nothing is found.
+    """
+
+    def __init__(self, root: Catalog, tiers: Sequence[Catalog], world_size: int) -> None:
+        self._root = root
+        self._all = [root, *tiers]
+        self._world_size = world_size
+        self._has_told = False
+        self._silent: set[str] = set()
+        """Tiers that could not be looked at: nobody waits for them again."""
+        self.trouble = ""
+
+    @property
+    def has_tiers(self) -> bool:
+        return len(self._all) > 1
+
+    @property
+    def names(self) -> str:
+        return " and ".join(each.root for each in self._all)
+
+    @property
+    def reachable(self) -> list[Catalog]:
+        return [each for each in self._all if each.root not in self._silent]
+
+    def _views(self) -> Iterator[tuple[Catalog, View]]:
+        """Raises what the root raises.  A tier that does not answer holds nobody up for long."""
+        asked = [(each, later(partial(self._look, each))) for each in self.reachable[1:]]
+        yield self._root, self._root.look()
+        end_s = time.monotonic() + _PATIENCE_S
+        for tier, answer in asked:
+            wait = Wait(tier.root, end_s - time.monotonic())
+            while not answer.wait(min(LOOK_S, max(end_s - time.monotonic(), 0.0))) and time.monotonic() < end_s:
+                wait.turn("what does it hold?")
+            try:
+                if not answer.is_given:
+                    raise DeadlineError(silence(tier.store, _PATIENCE_S))
+                yield tier, answer.get()
+            except (StorageError, IntegrityError, VersionError, DeadlineError, ExistsError) as error:
+                self._give_up(tier, error)
+
+    def _look(self, tier: Catalog) -> View:
+        """Another run's saves may be called the same: they are never taken for ours."""
+        check_same_run(self._root, tier)
+        return tier.look()
+
+    def _give_up(self, tier: Catalog, error: StillframeError) -> None:
+        self._silent.add(tier.root)
+        self.trouble = self.trouble or f"{tier.root} cannot be looked at: {text_of(error)}"
+        logger.warning("%s is not restored from: %s", tier.root, text_of(error))
+
+    def off_branch(self) -> list[tuple[Catalog, SaveId]]:
+        """What is whole in a tier, or was set aside there as damaged, and lies on no branch that is known."""
+        found = []
+        for catalog, view in self._views():
+            for save in view.saves if catalog is not self._root else ():
+                aside = catalog.aside(save)
+                if catalog.is_committed(save) or (aside is not None and aside.reason == "quarantined"):
+                    found.append((catalog, save))
+        return found
+
+    def seen(self, step: int | None, skipped: Collection[SaveId]) -> Iterator[SaveId]:
+        """Every save on the branch that can be read from somewhere, the newest first; looks at one after the other.
+
+        The branch is that of the latest epoch that any of them knows.
+        """
+        views = list(self._views())
+        branch = max((view.branch for _, view in views), key=_age)
+        self._tell_left(views[0][1], branch)
+        saves = {save for _, view in views for save in view.saves if branch.has(save) and step in (None, save.step)}
+        for save in sorted(saves - set(skipped), reverse=True):
+            if next(self.having(save), None) is not None:
+                yield save
+
+    def _tell_left(self, view: View, branch: Branch) -> None:
+        """Once: checkpoints of the root that a later epoch in a tier has gone back from."""
+        left = [] if self._has_told else [each for each in view.saves if view.branch.has(each) and not branch.has(each)]
+        steps = sorted({save.step for save in left if self._root.is_committed(save)})
+        if steps:
+            self._has_told = True
+            logger.warning("%s", do_not_count(steps, self._root.root))
+
+    def tell(self, save: SaveId, source: Catalog) -> None:
+        """Where it was restored from, if it is not the root."""
+        if source is not self._root:
+            logger.warning("step %d is restored from %s, not from %s", save.step, source.root, self._root.root)
+
+    def having(self, save: SaveId, after: Catalog | None = None) -> Iterator[Catalog]:
+        """Those that have it, the nearest first; only those behind ``after``, if that is given."""
+        first = 0 if after is None else self._all.index(after) + 1
+        for catalog in self._all[first:]:
+            if catalog.root in self._silent:
+                continue
+            try:
+                if catalog.is_committed(save) and self._is_enough(catalog, save):
+                    yield catalog
+            except StorageError as error:
+                if catalog is self._root:
+                    raise
+                self._give_up(catalog, error)
+
+    def _is_enough(self, catalog: Catalog, save: SaveId) -> bool:
+        """Whether this rank can go by what is there: its own part alone is of no use to another number of ranks."""
+        if catalog.rank is None or not self.has_tiers:
+            return True
+        try:
+            return catalog.manifest(save).world_size == self._world_size
+        except (IntegrityError, VersionError, NotFoundError):
+            return True  # it is met when it is read
+
+    def hold(self, save: SaveId, claim: Callable[[Catalog], None]) -> None:
+        """Claim the run's epoch in the tiers that have the save, so that nobody removes there what was chosen.
+
+        Whoever chooses has claimed before it lists; of a tier it is known only now that it is needed.
+        """
+        if next(self.having(save), None) is not self._root:
+            for tier in list(self.having(save)):
+                if tier is not self._root:
+                    claim(tier)
+
+    def nearest(self, save: SaveId) -> Catalog:
+        """Raises :class:`NotFoundError` if none has it."""
+        found = next(self.having(save), None)
+        if found is None:
+            raise NotFoundError(f"{save} is not in {self.names}")
+        return found
+
+
+def _age(branch: Branch) -> int:
+    return branch.epoch or 0

@@ -1,0 +1,92 @@
+"""Two ranks with tiers: every part is carried, and each rank comes back from the nearest place that has it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+
+import stillframe
+from stillframe import Catalog, Tier, load
+from stillframe.checkpoint.survey import survey
+from stillframe.checkpoint.tiers import look_at_tiers
+from stillframe.checkpoint.verify import verify
+from stillframe.observe.history import histories
+from tests.ranks.launch import run_ranks
+
+SCENARIOS = "shared", "node_lost", "part_lost"
+
+
+class Said(NamedTuple):
+    root: Path
+    lines: dict[tuple[int, str], list[str]]
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory: pytest.TempPathFactory) -> Said:
+    """All scenarios in one launch: what each rank said in each, in order."""
+    root = tmp_path_factory.mktemp("tiers")
+    found: dict[tuple[int, str], list[str]] = {}
+    output = run_ranks(2, "tiers_worker.py", root, *SCENARIOS, timeout_s=170)
+    for rank, scenario, line in re.findall(r"^\[(\d+) (\w+)\] (.*)$", output, re.MULTILINE):
+        found.setdefault((int(rank), scenario), []).append(line)
+    return Said(root, found)
+
+
+def check_whole(tier: Path) -> list[int]:
+    catalog = Catalog(tier)
+    for save in catalog.committed():
+        with catalog.open_save(save) as checkpoint:
+            assert checkpoint.world_size == 2
+            assert verify(checkpoint).is_whole
+    return catalog.steps()
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_shared_root_that_is_lost_comes_back_from_its_tier(said: Said, rank: int) -> None:
+    first, second = said.lines[rank, "shared"]
+    assert re.fullmatch(r"steps \[.*4, 6\] 6", first)
+    assert second == "restored 6 tier True"
+    assert check_whole(said.root / "shared" / "tier") == [6, 8]
+
+
+def test_a_replaced_node_reads_the_tier_and_the_others_their_own(said: Said) -> None:
+    assert said.lines[0, "node_lost"] == [
+        "restored 4 node0 True", "restored 7 node0 True", "restored 6 tier True",
+    ]  # fmt: skip
+    assert said.lines[1, "node_lost"] == [
+        "restored 4 tier True", "restored 7 node1 True", "restored 6 tier True",
+    ]  # fmt: skip
+
+
+def test_with_a_tier_behind_them_roots_that_are_not_shared_serve_any_number_of_ranks(said: Said) -> None:
+    tier = said.root / "node_lost" / "tier"
+    assert check_whole(tier) == [4, 6]
+    assert bool((load(tier, rank=1)["w"] == 106.0).all())
+    live = {"w": torch.zeros(200_000), "step": 0}
+    report = stillframe.restore(said.root / "node_lost" / "nowhere", live, tiers=[Tier(tier)], rank=0, world_size=1)
+    assert report.step == 6
+    assert live["step"] == 6
+
+
+def test_a_step_whose_parts_are_not_all_there_any_more_holds_up_no_later_one(said: Said) -> None:
+    for rank in (0, 1):
+        assert said.lines[rank, "part_lost"] == ["MismatchError", "steps [4]"]
+    assert check_whole(said.root / "part_lost" / "tier") == [4]
+
+
+def test_every_root_says_which_tiers_it_has_and_every_rank_what_it_carried(said: Said) -> None:
+    for root, scenario, ranks in (("node0", "node_lost", [0]), ("node1", "node_lost", [1]), ("root", "shared", [0, 1])):
+        directory = said.root / scenario
+        found = survey(directory / root)
+        (view,) = look_at_tiers(found)
+        assert (view.root, view.trouble) == (str(directory / "tier"), "")
+        assert {(held.state, held.parts, held.of) for held in view.held.values()} == {("whole", 2, 2)}
+        carried = {(each.rank, event.step) for each in histories(directory / root) for event in each.carried}
+        if scenario == "shared":
+            assert carried == {(rank, 8) for rank in ranks}  # what was carried before, went with the root
+            assert all(event.bytes for each in histories(directory / root) for event in each.carried)

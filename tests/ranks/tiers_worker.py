@@ -1,0 +1,118 @@
+"""Two ranks with tiers, run by torchrun for test_tiers.py: ``tiers_worker.py DIRECTORY SCENARIO …``."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from stillframe import Catalog, Checkpointer, KeepLast, StillframeError, Tier
+from tests.ranks import saying
+
+RANK = int(os.environ["RANK"])
+scenario = ""
+
+
+def say(*words: object) -> None:
+    saying.say(f"[{RANK} {scenario}] {' '.join(map(str, words))}")
+
+
+def state(step: int) -> dict[str, Any]:
+    return {"w": torch.full((200_000,), float(step + 100 * RANK)), "step": step}
+
+
+def is_right(live: dict[str, Any], step: int) -> bool:
+    return live["step"] == step and bool((live["w"] == float(step + 100 * RANK)).all())
+
+
+def train(checkpointer: Checkpointer, first: int, last: int, tier: Tier) -> None:
+    for step in range(first, last + 1):
+        save = checkpointer.save(step, state(step))
+        save.wait()
+        if save.step % 2 == 0:
+            save.wait(tier=tier)
+
+
+def shared(root: Path) -> None:
+    """One root that both see, and a tier behind it."""
+    tier = Tier(root / "tier", every=2, keep=KeepLast(2))
+    with Checkpointer(root / "root", keep=KeepLast(1), tiers=[tier], deadline_s=60) as checkpointer:
+        train(checkpointer, 1, 6, tier)
+        say("steps", Catalog(root / "tier").steps(), checkpointer.stats().tiers[0].committed_step)
+    dist.barrier()
+    if RANK == 0:
+        shutil.rmtree(root / "root")
+    dist.barrier()
+    live = state(-1)
+    with Checkpointer(root / "root", keep=KeepLast(1), tiers=[tier], deadline_s=60) as checkpointer:
+        report = checkpointer.restore(live)
+        say("restored", report.step, Path(report.source).name, is_right(live, 6))
+        train(checkpointer, 7, 8, tier)
+
+
+def node_lost(root: Path) -> None:
+    """A root each; the one of rank 1 is emptied, then those of both."""
+    tier = Tier(root / "tier", every=2, keep=KeepLast(2))
+    own = root / f"node{RANK}"
+
+    def open_own() -> Checkpointer:
+        return Checkpointer(own, shared=False, keep=KeepLast(2), tiers=[tier], deadline_s=60)
+
+    with open_own() as checkpointer:
+        train(checkpointer, 1, 4, tier)
+    dist.barrier()
+    if RANK == 1:
+        shutil.rmtree(own)
+    live = state(-1)
+    with open_own() as checkpointer:
+        report = checkpointer.restore(live)
+        say("restored", report.step, Path(report.source).name, is_right(live, 4))
+        train(checkpointer, 5, 7, tier)
+    dist.barrier()
+    live = state(-1)
+    with open_own() as checkpointer:  # nothing is lost: each from its own
+        report = checkpointer.restore(live)
+        say("restored", report.step, Path(report.source).name, is_right(live, 7))
+    dist.barrier()
+    shutil.rmtree(own)
+    live = state(-1)
+    with open_own() as checkpointer:
+        report = checkpointer.restore(live)
+        say("restored", report.step, Path(report.source).name, is_right(live, 6))
+
+
+def part_lost(root: Path) -> None:
+    """A step that one node has lost before it could be carried is given up; later ones are carried."""
+    tier = Tier(root / "tier", every=2)
+    own = root / f"node{RANK}"
+    with Checkpointer(own, shared=False, tiers=[], deadline_s=60) as checkpointer:
+        checkpointer.save(2, state(2)).wait()
+    dist.barrier()
+    if RANK == 1:
+        shutil.rmtree(own)
+    dist.barrier()
+    with Checkpointer(own, shared=False, tiers=[tier], deadline_s=60) as checkpointer:
+        try:
+            checkpointer.restore(state(-1))
+        except StillframeError as error:
+            say(type(error).__name__)
+        train(checkpointer, 3, 4, tier)
+        say("steps", Catalog(root / "tier").steps())
+
+
+def main() -> None:
+    global scenario
+    dist.init_process_group("gloo")
+    for scenario in sys.argv[2:]:
+        globals()[scenario](Path(sys.argv[1]) / scenario)
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

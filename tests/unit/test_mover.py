@@ -1,0 +1,62 @@
+"""A tier's thread in the keeper: whatever it meets is trouble with that tier, and nothing else."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from stillframe import Catalog, Checkpointer, NotFoundError
+from stillframe.checkpoint.promote import introduce
+from stillframe.keeper.follower import Follower
+from stillframe.link.messages import TierFailed, TierNews
+from stillframe.model import SaveId
+from stillframe.tiers import Tier, check_tiers
+from tests import layout
+from tests.support import until
+
+
+class Broken(Follower):
+    def _turn(self, epoch: int) -> bool:
+        raise RuntimeError("a bug")
+
+
+def test_a_bug_in_carrying_is_told_as_trouble_and_ends_no_keeper(tmp_path: Path) -> None:
+    told: list[TierNews | TierFailed] = []
+    said: list[str] = []
+
+    def news() -> TierNews:
+        return [each for each in told if isinstance(each, TierNews)][-1]
+
+    (config,) = check_tiers([Tier(tmp_path / "tier")], str(tmp_path / "root"))
+    root, tier = Catalog(tmp_path / "root"), Catalog(tmp_path / "tier")
+    mover = Broken(0, config, root, tier, 1, 2, "run", lambda: 1, told.append, said.append, lambda _event: None)
+    mover.start()
+    until(lambda: told and news().failures > 1, "it is told, and tried again")
+    assert news().trouble == "unexpected RuntimeError: a bug"
+    assert not news().is_over
+    (complaint,) = [each for each in told if isinstance(each, TierFailed)]
+    assert complaint.kind == "StorageError"
+    assert complaint.message.endswith("(it is tried again): unexpected RuntimeError: a bug")
+    assert not said
+    mover.finish()
+
+
+def test_what_the_root_has_lost_is_never_taken_from_another_run(tmp_path: Path) -> None:
+    """Both have saved a step 1 in an epoch 1."""
+    for run in ("root", "other"):
+        with Checkpointer(tmp_path / run) as checkpointer:
+            checkpointer.save(1, {"run": run}).wait()
+    root, tier, other = (Catalog(tmp_path / name) for name in ("root", "tier", "other"))
+    introduce(root, tier, 1)
+    shutil.rmtree(layout.segment(tmp_path / "root", 1).parent)
+    (config,) = check_tiers([Tier(tmp_path / "tier")], str(tmp_path / "root"))
+
+    def ignore(_told: object) -> None:
+        pass
+
+    mover = Follower(0, config, root, tier, 0, 1, "run", lambda: 1, ignore, ignore, ignore, [other])
+    with pytest.raises(NotFoundError, match="root"):
+        mover._carry(SaveId(1))
+    assert list(tier.look().saves) == []

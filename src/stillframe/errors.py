@@ -65,7 +65,7 @@ class MismatchError(StateError):
 
 
 class TornError(StateError):
-    """A tensor changed between ``save`` and the fence (found by ``audit=True``)."""
+    """A tensor changed between ``save`` and the fence; the save was given up."""
 
 
 class ExistsError(StillframeError):
@@ -123,9 +123,20 @@ def to_record(error: BaseException) -> tuple[str, str]:
     return "KeeperError", f"{type(error).__name__} in the keeper: {text_of(error)}"
 
 
+_MAX_TEXT = 8000
+"""Some libraries put a stack trace, or a whole tensor, into an error."""
+
+
 def text_of(error: BaseException) -> str:
-    """What it says, as text that can be encoded: a path may hold bytes that are none."""
-    return str(error).encode("utf-8", "backslashreplace").decode()
+    """What it says, not too long, as text that can be encoded: a path may hold bytes that are none."""
+    try:
+        text = str(error)
+    except Exception as problem:  # an exception class of somebody else's
+        text = f"(its text cannot be had: {type(problem).__name__})"
+    if len(text) > _MAX_TEXT:
+        half = _MAX_TEXT // 2
+        text = f"{text[:half]} […{len(text) - _MAX_TEXT} characters…] {text[-half:]}"
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def from_record(kind: str, message: str) -> StillframeError:

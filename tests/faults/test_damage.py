@@ -19,7 +19,17 @@ from typing import Any
 import pytest
 import torch
 
-from stillframe import Catalog, Checkpointer, IntegrityError, NotFoundError, VersionError, load
+from stillframe import (
+    Catalog,
+    Checkpointer,
+    ExistsError,
+    IntegrityError,
+    NotFoundError,
+    RestoreReport,
+    VersionError,
+    load,
+    restore,
+)
 from stillframe.model import CHUNK_BYTES
 from tests import layout
 from tests.support import assert_same
@@ -55,6 +65,46 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def root(whole: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(whole, tmp_path / "root", copy_function=os.link))
+
+
+# --- steps that were copied without what the run knows of them ----------------------------------
+
+
+def spoil(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 0xFF
+    path.unlink()  # it is linked to
+    path.write_bytes(data)
+
+
+def test_damaged_manifests_are_damage_where_nothing_else_tells_of_the_run(root: Path) -> None:
+    """No fresh start, and no other step in silence."""
+    shutil.rmtree(root / "run")
+    for step in (1, 2):
+        spoil(layout.manifest(root, step))
+    assert Catalog(root).steps() == [1, 2]
+    with pytest.raises(IntegrityError, match="is damaged"):
+        load(root)
+    with Checkpointer(root) as checkpointer:
+        with (
+            pytest.warns(RuntimeWarning, match="damaged"),
+            pytest.raises(IntegrityError, match="nothing to resume from"),
+        ):
+            checkpointer.restore(make_state(0))
+        with pytest.raises(ExistsError):
+            checkpointer.save(1, make_state(1))
+
+
+def test_an_epoch_whose_manifests_are_damaged_goes_on_from_the_one_before(root: Path) -> None:
+    with Checkpointer(root) as checkpointer:
+        checkpointer.restore(make_state(0))
+        checkpointer.save(3, make_state(3)).wait()
+    shutil.rmtree(root / "run")
+    spoil(layout.manifest(root, 3))
+    state = make_state(0)
+    with pytest.warns(RuntimeWarning, match="step 3 is damaged and passed over"):
+        assert restore(root, state).step == 2
+    assert_same(state, make_state(2))
 
 
 # --- the ways to be damaged --------------------------------------------------------------------
@@ -139,7 +189,7 @@ DAMAGES = [
 every_damage = pytest.mark.parametrize("damage", DAMAGES, ids=str)
 
 
-def restore_quietly(checkpointer: Checkpointer, state: Any) -> int | None:
+def restore_quietly(checkpointer: Checkpointer, state: Any) -> RestoreReport:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
         return checkpointer.restore(state)
@@ -152,15 +202,12 @@ def restore_quietly(checkpointer: Checkpointer, state: Any) -> int | None:
 def test_restore_passes_over_a_damaged_step_and_takes_the_older_one_exactly(root: Path, damage: Damage) -> None:
     path = damage.apply(root)
     state = make_state(99)
-    with Checkpointer(root) as checkpointer:
-        with pytest.warns(RuntimeWarning, match="step 2 is damaged") as caught:
-            assert checkpointer.restore(state) == 1
-        report = checkpointer.last_restore
+    with Checkpointer(root) as checkpointer, pytest.warns(RuntimeWarning, match="step 2 is damaged") as caught:
+        report = checkpointer.restore(state)
     assert_same(state, make_state(1))
     said = str(caught[0].message)
     assert path.name in said
     assert not damage.tensor or f"'{damage.tensor}'" in said
-    assert report is not None
     assert report.step == 1
     assert [skipped.step for skipped in report.skipped] == [2]
     assert path.name in report.skipped[0].reason
@@ -172,9 +219,8 @@ def test_a_damaged_step_is_passed_over_each_time_and_left_as_it_is(root: Path, d
     before = {path: path.read_bytes() for path in layout.step_dir(root, 2).iterdir()}
     for _ in range(2):
         with Checkpointer(root) as checkpointer:
-            restore_quietly(checkpointer, make_state(99))
-            assert checkpointer.last_restore is not None
-            assert [skipped.step for skipped in checkpointer.last_restore.skipped] == [2]
+            report = restore_quietly(checkpointer, make_state(99))
+            assert [skipped.step for skipped in report.skipped] == [2]
     assert {path: path.read_bytes() for path in layout.step_dir(root, 2).iterdir()} == before
 
 
@@ -189,19 +235,16 @@ def test_the_number_of_a_damaged_step_is_free_and_what_is_saved_under_it_counts(
     assert Catalog(root).steps() == [1, 2]
     state = make_state(99)
     with Checkpointer(root) as checkpointer:
-        assert checkpointer.restore(state) == 2
-        assert checkpointer.last_restore is not None
-        assert checkpointer.last_restore.skipped == ()
+        report = checkpointer.restore(state)
+    assert (report.step, report.skipped) == (2, ())
     assert_same(state, anew)
 
 
 @every_damage
 def test_a_damaged_step_asked_for_by_number_is_an_error_not_another_step(root: Path, damage: Damage) -> None:
     path = damage.apply(root)
-    with Checkpointer(root) as checkpointer:
-        with pytest.raises(IntegrityError, match=re.escape(path.name)):
-            checkpointer.restore(make_state(99), step=2)
-        assert checkpointer.last_restore is None
+    with Checkpointer(root) as checkpointer, pytest.raises(IntegrityError, match=re.escape(path.name)):
+        checkpointer.restore(make_state(99), step=2)
 
 
 @every_damage
@@ -222,11 +265,9 @@ def test_restore_passes_over_as_many_damaged_steps_as_there_are(root: Path) -> N
     DAMAGES[-1].apply(root, 3)
     layout.seal(root, 2).unlink()
     state = make_state(99)
-    with Checkpointer(root) as checkpointer:
-        with pytest.warns(RuntimeWarning, match="damaged") as caught:
-            assert checkpointer.restore(state) == 1
-        assert checkpointer.last_restore is not None
-        assert [skipped.step for skipped in checkpointer.last_restore.skipped] == [4, 3, 2]
+    with Checkpointer(root) as checkpointer, pytest.warns(RuntimeWarning, match="damaged") as caught:
+        report = checkpointer.restore(state)
+    assert (report.step, [skipped.step for skipped in report.skipped]) == (1, [4, 3, 2])
     assert [str(warning.message).split()[1] for warning in caught] == ["4", "3", "2"]
     assert_same(state, make_state(1))
 
@@ -235,7 +276,7 @@ def test_damage_in_an_older_step_does_not_concern_the_newest(root: Path) -> None
     DAMAGES[3].apply(root, 1)
     state = make_state(99)
     with Checkpointer(root) as checkpointer:
-        assert checkpointer.restore(state) == 2
+        assert checkpointer.restore(state).step == 2
     assert_same(state, make_state(2))
 
 
@@ -243,11 +284,9 @@ def test_damage_in_an_older_step_does_not_concern_the_newest(root: Path) -> None
 def test_when_every_checkpoint_is_damaged_restore_is_an_error_not_a_fresh_start(root: Path, damage: Damage) -> None:
     damage.apply(root, 1)
     damage.apply(root, 2)
-    with Checkpointer(root) as checkpointer:
-        with pytest.raises(IntegrityError, match=re.escape(str(root))):
-            restore_quietly(checkpointer, make_state(99))
-        assert checkpointer.last_restore is not None
-        assert [skipped.step for skipped in checkpointer.last_restore.skipped] == [2, 1]
+    everything = re.escape(str(root)) + r".*\(steps \[1, 2\]\)"
+    with Checkpointer(root) as checkpointer, pytest.raises(IntegrityError, match=everything):
+        restore_quietly(checkpointer, make_state(99))
 
 
 def test_a_run_started_again_is_told_again_that_every_checkpoint_is_damaged(root: Path) -> None:
@@ -266,7 +305,7 @@ def test_without_a_manifest_there_is_no_checkpoint(root: Path) -> None:
         load(root, 2)
     state = make_state(99)
     with Checkpointer(root) as checkpointer:
-        assert checkpointer.restore(state) == 1
+        assert checkpointer.restore(state).step == 1
         with pytest.raises(NotFoundError, match="step 2 is not a checkpoint"):
             checkpointer.restore(state, step=2)
     assert_same(state, make_state(1))

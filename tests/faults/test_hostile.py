@@ -36,11 +36,12 @@ from stillframe import (
     UnsupportedStateError,
     VersionError,
     load,
+    spi,
 )
 from stillframe.model import CHUNK_BYTES
 from stillframe.units import GIB, MIB
 from tests import layout
-from tests.support import assert_same, kill, run_child, start_child
+from tests.support import assert_same, kill, run_fresh, start_child
 
 SPLICE = "@splice@"
 """A value that stands for bytes which ``json`` itself could not write."""
@@ -437,7 +438,7 @@ def test_restore_passes_over_all_that_fit_the_state(good: Path, tmp_path: Path) 
         warnings.simplefilter("ignore", RuntimeWarning)
         while True:
             try:
-                assert checkpointer.restore(state) == 1
+                assert checkpointer.restore(state).step == 1
                 break
             except MismatchError as error:
                 (step, *_) = re.findall(r"step (\d+)", str(error))
@@ -479,7 +480,7 @@ json.dump({
 @pytest.fixture(scope="module")
 def watched(good: Path, gallery: Path) -> dict[str, Any]:
     """A process that loads the whole gallery, with 4 GiB of address space, and tells what it did."""
-    seen: dict[str, Any] = json.loads(run_child(WATCH, good, gallery, *STEPS))
+    seen: dict[str, Any] = json.loads(run_fresh(WATCH, good, gallery, *STEPS))
     return seen
 
 
@@ -597,7 +598,7 @@ def test_a_manifest_that_names_a_rank_without_files_is_damaged(root: Path) -> No
     forged.write()
     either = f"{layout.segment_name(1)}|{layout.seal_name(1)}"
     with Checkpointer(root) as checkpointer, pytest.warns(RuntimeWarning, match=either):
-        assert checkpointer.restore(make_state(99)) == 1
+        assert checkpointer.restore(make_state(99)).step == 1
 
 
 def test_a_run_leaves_the_files_of_a_newer_version_alone(root: Path) -> None:
@@ -645,7 +646,7 @@ def test_nothing_is_deleted_through_a_linked_step(root: Path, tmp_path: Path, st
 def test_nothing_is_written_through_a_linked_step(root: Path, tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     with Checkpointer(root) as checkpointer:
-        assert checkpointer.restore(make_state(99)) == 2
+        assert checkpointer.restore(make_state(99)).step == 2
         layout.next_dir(root, 3, is_running=True).symlink_to(tmp_path / "elsewhere")
         checkpointer.save(3, make_state(3))
         with pytest.raises(StorageError):
@@ -673,7 +674,7 @@ def test_nothing_is_renamed_through_a_linked_step(root: Path, tmp_path: Path) ->
     before = contents(elsewhere)
     with Checkpointer(root) as checkpointer, warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
-        assert checkpointer.restore(make_state(99)) == 1
+        assert checkpointer.restore(make_state(99)).step == 1
     assert contents(elsewhere) == before
 
 
@@ -719,14 +720,14 @@ def test_garbage_in_the_root_is_no_checkpoint_and_stays(root: Path) -> None:
     assert Catalog(root).steps() == [1, 2]
     before = set(os.listdir(root))
     with Checkpointer(root) as checkpointer:
-        assert checkpointer.restore(make_state(99)) == 2
+        assert checkpointer.restore(make_state(99)).step == 2
         checkpointer.save(3, make_state(3))
     assert set(os.listdir(root)) - before == {layout.step_dir(root, 3).name}
 
 
 def test_a_file_in_the_place_of_a_step_is_no_checkpoint(root: Path) -> None:
     with Checkpointer(root) as checkpointer:
-        assert checkpointer.restore(make_state(99)) == 2
+        assert checkpointer.restore(make_state(99)).step == 2
         file = layout.next_dir(root, 3, is_running=True)
         file.write_text("not a directory")
         assert Catalog(root).steps() == [1, 2]
@@ -781,7 +782,7 @@ def test_a_pipe_in_the_place_of_a_file_does_not_hang_a_reader(root: Path, which:
 @contextlib.contextmanager
 def no_keeper_left(checkpointer: Checkpointer) -> Iterator[None]:
     """Closes it, after killing a keeper that hangs."""
-    pid = checkpointer.keeper_pid
+    pid = spi.keeper_pid(checkpointer)
     assert pid is not None
     try:
         yield

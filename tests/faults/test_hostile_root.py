@@ -17,12 +17,13 @@ from typing import Any
 import pytest
 import torch
 
-from stillframe import Catalog, Checkpointer, KeepLast, Label, StillframeError, load
+from stillframe import Catalog, Checkpointer, KeepLast, StillframeError, load, spi
 from stillframe.checkpoint import epochs
 from stillframe.checkpoint.survey import survey
 from stillframe.keeper.retention import Pruner
 from stillframe.observe.doctor import examine
 from stillframe.observe.history import histories
+from stillframe.spi import Label
 from tests import layout
 
 NEXT = 3
@@ -38,7 +39,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A root with two checkpoints, the first with a label, as a killed run leaves it: with a spare blob."""
     root = tmp_path_factory.mktemp("whole") / "root"
     with Checkpointer(root, keep=KeepLast(2)) as checkpointer:
-        checkpointer.save(1, state(), label=Label("best", ("weights.pt",), b"x", is_latest=True)).wait()
+        spi.save(checkpointer, state(), 1, label=Label("best", ("weights.pt",), b"x", is_latest=True)).wait()
         checkpointer.save(2, state()).wait()
     layout.spare(root).write_bytes(bytes(2 << 20))
     return root
@@ -84,7 +85,7 @@ def live(root: Path) -> None:
         for step in (NEXT, NEXT + 1):
             with contextlib.suppress(StillframeError):
                 label = Label("next", ("weights.pt",), b"x", is_latest=True) if step == NEXT else None
-                checkpointer.save(step, state(), label=label).wait()
+                spi.save(checkpointer, state(), step, label=label).wait()
 
 
 def look(root: Path) -> None:

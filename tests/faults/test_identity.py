@@ -84,16 +84,14 @@ def test_a_read_that_fails_is_an_error_and_costs_no_checkpoint(
     with monkeypatch.context() as patched:
         patched.setattr(Calls, "pread", pread)
         patched.setattr(Calls, "open", open_)
-        with Checkpointer(root, keep=KeepLast(5)) as checkpointer:
-            with warnings.catch_warnings():
-                warnings.simplefilter("error")
-                with pytest.raises(StorageError, match=os.strerror(code)):
-                    checkpointer.restore(make_state(0))
-            assert checkpointer.last_restore is None
+        with Checkpointer(root, keep=KeepLast(5)) as checkpointer, warnings.catch_warnings():
+            warnings.simplefilter("error")
+            with pytest.raises(StorageError, match=os.strerror(code)):
+                checkpointer.restore(make_state(0))
     assert {path.name: path.read_bytes() for path in segment.parent.iterdir()} == before
     state = make_state(0)
     with Checkpointer(root, keep=KeepLast(5)) as checkpointer:
-        assert checkpointer.restore(state) == 3
+        assert checkpointer.restore(state).step == 3
     assert_same(state, make_state(3))
 
 
@@ -102,7 +100,7 @@ import sys, torch, stillframe
 state = {"weights": torch.zeros(1000), "step": 0}
 with stillframe.Checkpointer(sys.argv[1]) as checkpointer:
     try:
-        print("restored", checkpointer.restore(state))
+        print("restored", checkpointer.restore(state).step)
     except stillframe.StillframeError as error:
         print(type(error).__name__, error)
 """
@@ -135,7 +133,7 @@ def test_steps_that_may_not_be_looked_into_are_no_fresh_start(root: Path) -> Non
     assert "Permission denied" in done.stdout
     state = make_state(0)
     with Checkpointer(root) as checkpointer:
-        assert checkpointer.restore(state) == 3
+        assert checkpointer.restore(state).step == 3
 
 
 # --- a value that is known elsewhere -----------------------------------------------------------
@@ -161,7 +159,7 @@ def test_a_dtype_that_this_torch_does_not_have_is_said_and_is_no_damage(
         with pytest.raises(UnsupportedStateError, match="newer torch"):
             load(tmp_path)
     with Checkpointer(tmp_path) as checkpointer:
-        assert checkpointer.restore(state) == 2
+        assert checkpointer.restore(state).step == 2
 
 
 # --- the same step twice -----------------------------------------------------------------------
@@ -202,8 +200,8 @@ def test_a_signal_handler_that_saves_the_step_which_is_being_saved_spoils_nothin
         try:
             for step in range(1, 6):
                 loader.position = step
-                with checkpointer.fence():
-                    weights.fill_(step)
+                checkpointer.fence()
+                weights.fill_(step)
                 loader.is_armed = True
                 checkpointer.save(step, state)
                 checkpointer.wait()
@@ -234,9 +232,9 @@ def test_a_step_is_saved_again_at_once_after_its_save_failed(tmp_path: Path, mon
     weights = [torch.zeros(4 << 20) for _ in range(4)]
     with Checkpointer(tmp_path, on_error="warn", keep=KeepLast(1)) as checkpointer:
         for step in range(1, 5):
-            with checkpointer.fence():
-                for each in weights:
-                    each.fill_(step)
+            checkpointer.fence()
+            for each in weights:
+                each.fill_(step)
             is_failing = True
             first = checkpointer.save(step, {"weights": weights})
             with pytest.raises(StillframeError, match="launch failure"):
@@ -256,7 +254,7 @@ def test_a_step_is_saved_again_at_once_after_its_save_failed(tmp_path: Path, mon
 def resumed(root: Path) -> tuple[int | None, dict[str, Any]]:
     state = make_state(0)
     with Checkpointer(root) as checkpointer:
-        return checkpointer.restore(state), state
+        return checkpointer.restore(state).step, state
 
 
 @pytest.mark.parametrize("way", ["restore", "rewind"])
@@ -266,9 +264,9 @@ def test_who_goes_back_and_saves_is_on_the_new_branch_for_good(root: Path, way: 
         if way == "rewind":
             checkpointer.rewind(1)
             assert Catalog(root).steps() == [1], "from the moment that it returns"
-            assert checkpointer.restore(state) == 1
+            assert checkpointer.restore(state).step == 1
         else:
-            assert checkpointer.restore(state, step=1) == 1
+            assert checkpointer.restore(state, step=1).step == 1
             assert Catalog(root).steps() == [1, 2, 3], "nothing is left behind before something is saved"
         state["step"] = -2
         checkpointer.save(2, state).wait()
@@ -288,7 +286,7 @@ def test_a_rewind_holds_even_if_nothing_is_saved_after_it(root: Path) -> None:
 
 def test_who_only_looks_at_an_older_step_leaves_no_trace(root: Path) -> None:
     with Checkpointer(root) as checkpointer:
-        assert checkpointer.restore(make_state(0), step=1) == 1
+        assert checkpointer.restore(make_state(0), step=1).step == 1
     assert resumed(root)[0] == 3
 
 
@@ -315,7 +313,7 @@ def test_a_restore_that_fails_does_not_change_where_training_goes_on_from(root: 
     """It is at step 1, and says so with its next save."""
     state = make_state(0)
     with Checkpointer(root) as checkpointer:
-        assert checkpointer.restore(state, step=1) == 1
+        assert checkpointer.restore(state, step=1).step == 1
         with pytest.raises(stillframe.NotFoundError):
             checkpointer.restore(state, step=77)
         checkpointer.save(2, state).wait()
@@ -329,7 +327,7 @@ EVALUATE = """
 import sys, torch, stillframe
 stillframe.Checkpointer  # importing other parts first changes nothing
 state = {"weights": torch.zeros(1000), "step": 0}
-print(stillframe.restore(sys.argv[1], state), state["step"], state["weights"].unique().tolist())
+print(stillframe.restore(sys.argv[1], state).step, state["step"], state["weights"].unique().tolist())
 """
 
 
@@ -401,7 +399,7 @@ def test_retention_looks_at_each_checkpoint_once() -> None:
     """After each commit it asks for what is new."""
     counting = Counting(500)
     pruner = Pruner(Catalog(counting.store), KeepLast(1000), 0, True, lambda: 1)
-    first = counting.of(lambda: pruner.committed(SaveId(499), None))
+    first = counting.of(lambda: pruner.committed(SaveId(499)))
     assert first["head"] <= 3 * 500
-    again = counting.of(lambda: pruner.committed(SaveId(499), None))
+    again = counting.of(lambda: pruner.committed(SaveId(499)))
     assert sum(again.values()) <= 8

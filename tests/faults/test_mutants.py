@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from stillframe import Checkpointer, FormatError, TensorBox, load
+from stillframe import Checkpointer, FormatError, load
 from stillframe.format import names
 from stillframe.format.digest import digest
 from stillframe.model import SaveId
+from stillframe.spi import TensorBox
 from tests.faults import mutants
 
 SOURCE = Path(__file__).parents[2]

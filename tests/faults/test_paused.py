@@ -18,17 +18,18 @@ from stillframe import Catalog, Checkpointer, KeepLast
 from stillframe.checkpoint.verify import verify
 from stillframe.format import names
 from stillframe.model import SaveId
-from tests.support import start_child, until
+from tests.support import pause, start_child, until
 
 STEPS = 4
 FIRST = """
 import os, sys, torch, stillframe
+from stillframe import spi
 from stillframe.errors import StillframeError
 root = sys.argv[1]
 checkpointer = stillframe.Checkpointer(root, keep=stillframe.KeepLast(1), on_error="warn")
 state = {"weights": torch.zeros(3_000_000), "step": 0, "who": 1}
 checkpointer.restore(state)
-print("keeper", checkpointer.keeper_pid, flush=True)
+print("keeper", spi.keeper_pid(checkpointer), flush=True)
 for step in range(1, 200):
     checkpointer.fence()
     state["weights"].add_(1.0)
@@ -55,7 +56,7 @@ def second(root: Path) -> tuple[int, int]:
     """Another run: restores, saves, prunes.  Gives what it restored, and the last step that it saved."""
     state: dict[str, Any] = {"weights": torch.zeros(3_000_000), "step": 0, "who": 2}
     with Checkpointer(root, keep=KeepLast(2)) as checkpointer:
-        found = checkpointer.restore(state) or 0
+        found = checkpointer.restore(state).step or 0
         state["who"] = 2
         for step in range(found + 1, found + 1 + STEPS):
             checkpointer.fence()
@@ -73,7 +74,7 @@ def check_whole(root: Path, last: int) -> None:
             assert verify(checkpoint).is_whole, save
     state: dict[str, Any] = {"weights": torch.zeros(3_000_000), "step": 0, "who": 0}
     with Checkpointer(root) as checkpointer:
-        assert checkpointer.restore(state) == last
+        assert checkpointer.restore(state).step == last
     assert (state["step"], state["who"]) == (last, 2)
     assert bool((state["weights"] == float(last)).all())
 
@@ -88,7 +89,7 @@ def test_a_paused_keeper_does_no_harm(tmp_path: Path, moment_s: float) -> None:
         told = [child.stdout.readline().split() for _ in range(3)]
         assert all(words[0] == "committed" for words in told), told
         time.sleep(moment_s)
-        os.kill(keeper, signal.SIGSTOP)
+        pause(keeper)
         (root / names.lock(0)).unlink()
         found, last = second(root)
         assert found >= int(told[-1][1])

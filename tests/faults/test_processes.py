@@ -8,27 +8,32 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import threading
+import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 import torch
 
 import stillframe
-from stillframe import Catalog, Checkpointer
+from stillframe import Catalog, Checkpointer, spi
+from stillframe.save.keeper_client import KeeperClient
+from tests.fork_server import Talker
 from tests.layout import leftovers
-from tests.support import keeper_is_gone, kill, run_child, start_child, until
+from tests.support import keeper_is_gone, kill, pause, run_child, start_child, until
 
 CHILD = """
 import os, signal, sys, time, torch, stillframe
+from stillframe import spi
 root, arena, scene = sys.argv[1:]
 checkpointer = stillframe.Checkpointer(root, arena=arena)
 state = {"weights": torch.arange(12_000_000, dtype=torch.float32)}
 checkpointer.save(1, state).wait()
-keeper = checkpointer.keeper_pid
+keeper = spi.keeper_pid(checkpointer)
 os.kill(keeper, signal.SIGSTOP)
 if scene == "with workers" and os.fork() == 0:  # as a data loader does: it inherits the socket to the keeper
     os.close(1); os.close(2); time.sleep(20); os._exit(0)
@@ -44,7 +49,7 @@ time.sleep(60)
 """
 
 
-def play(root: Path, scene: str, arena: str) -> tuple[subprocess.Popen[str], int]:
+def play(root: Path, scene: str, arena: str) -> tuple[Talker, int]:
     """A trainer whose second save stands at the scene, and the pid of its stopped keeper."""
     child = start_child(CHILD, root, arena, scene)
     assert child.stdout is not None
@@ -53,7 +58,7 @@ def play(root: Path, scene: str, arena: str) -> tuple[subprocess.Popen[str], int
     return child, int(line)
 
 
-def end(child: subprocess.Popen[str]) -> None:
+def end(child: Talker) -> None:
     child.kill()
     child.communicate()
 
@@ -92,7 +97,7 @@ def test_both_killed_leaves_the_checkpoint_before_and_the_next_run_sweeps(tmp_pa
     assert Catalog(tmp_path).steps() == [1]
     state = {"weights": torch.zeros(12_000_000)}
     with Checkpointer(tmp_path) as checkpointer:
-        assert checkpointer.restore(state) == 1
+        assert checkpointer.restore(state).step == 1
         assert leftovers(tmp_path) == []
         checkpointer.save(2, state).wait()
     assert Catalog(tmp_path).steps() == [1, 2]
@@ -104,17 +109,8 @@ def test_a_run_started_at_once_waits_for_the_keeper_of_the_one_killed(tmp_path: 
     state = {"weights": torch.zeros(12_000_000)}
     with Checkpointer(tmp_path) as checkpointer:
         threading.Timer(1.0, os.kill, (keeper, signal.SIGCONT)).start()
-        assert checkpointer.restore(state) == 2
+        assert checkpointer.restore(state).step == 2
         assert torch.equal(state["weights"], torch.arange(12_000_000, dtype=torch.float32) * 2)
-
-
-def test_a_root_that_a_living_run_writes_to_is_refused(tmp_path: Path) -> None:
-    state = {"weights": torch.zeros(10)}
-    with Checkpointer(tmp_path) as first:
-        first.save(1, state).wait()
-        with pytest.raises(stillframe.BusyError, match="another run"), Checkpointer(tmp_path) as second:
-            second.restore(state)
-        first.save(2, state).wait()
 
 
 @pytest.fixture
@@ -125,9 +121,9 @@ def checkpointer(tmp_path: Path) -> Iterator[Checkpointer]:
 
 
 def stop_keeper(checkpointer: Checkpointer) -> int:
-    pid = checkpointer.keeper_pid
+    pid = spi.keeper_pid(checkpointer)
     assert pid is not None
-    os.kill(pid, signal.SIGSTOP)
+    pause(pid)
     return pid
 
 
@@ -145,19 +141,30 @@ def test_a_killed_keeper_fails_only_the_saves_in_flight(checkpointer: Checkpoint
     assert leftovers(tmp_path) == []
 
 
+def test_a_keeper_killed_by_a_signal_without_a_name_says_which_it_was(checkpointer: Checkpointer) -> None:
+    keeper = stop_keeper(checkpointer)
+    lost = checkpointer.save(1, {"weights": torch.ones(6_000_000)})
+    lost.wait("staged")
+    number = signal.SIGRTMIN + 3
+    os.kill(keeper, number)
+    os.kill(keeper, signal.SIGCONT)
+    with pytest.raises(stillframe.KeeperError, match=f"was killed by signal {number}; saves in flight are lost"):
+        lost.wait()
+
+
 def test_a_killed_keeper_is_raised_at_the_next_save_and_only_once(checkpointer: Checkpointer) -> None:
     keeper = stop_keeper(checkpointer)
-    checkpointer.save(1, {"weights": torch.ones(6_000_000)})
+    checkpointer.save(1, {"weights": torch.ones(6_000_000)}).wait("staged")  # before that the next one would take it
     kill(keeper)
     until(lambda: checkpointer.stats().failed == 1, "the death is noticed")
-    with pytest.raises(stillframe.KeeperError, match="step 1"):
+    with pytest.raises(stillframe.KeeperError, match=r"step 1 .*step 2, requested now, goes on"):
         checkpointer.save(2, {"weights": torch.ones(6_000_000)})
-    checkpointer.save(2, {"weights": torch.ones(6_000_000)}).wait()
+    checkpointer.wait()
 
 
 def test_a_keeper_killed_while_idle_is_replaced_without_an_error(checkpointer: Checkpointer) -> None:
-    kill(checkpointer.keeper_pid or 0)
-    until(lambda: checkpointer.keeper_pid is None, "the death is noticed")
+    kill(spi.keeper_pid(checkpointer) or 0)
+    until(lambda: spi.keeper_pid(checkpointer) is None, "the death is noticed")
     checkpointer.save(1, {"weights": torch.ones(6_000_000)}).wait()
     assert checkpointer.stats().failed == 0
 
@@ -171,8 +178,8 @@ def test_keepers_killed_again_and_again_lose_no_span_of_the_arena(tmp_path: Path
     with Checkpointer(tmp_path, arena="64MiB", on_error="warn") as checkpointer:
         for step in range(6):
             save = checkpointer.save(step, state)
-            until(lambda: checkpointer.keeper_pid, "a keeper")
-            kill(checkpointer.keeper_pid or 0)
+            until(lambda: spi.keeper_pid(checkpointer), "a keeper")
+            kill(spi.keeper_pid(checkpointer) or 0)
             until(partial(has_ended, save), "the save ends")
         checkpointer.save(10, state).wait()
         assert checkpointer._stager.arena is not None
@@ -190,7 +197,7 @@ def test_a_keeper_serves_a_living_trainer_whatever_signal_the_job_gets(
     os.kill(keeper, signal.SIGCONT)
     save.wait()
     checkpointer.save(2, {"weights": torch.ones(6_000_000)}).wait()
-    assert checkpointer.keeper_pid == keeper
+    assert spi.keeper_pid(checkpointer) == keeper
     assert Catalog(tmp_path).steps() == [0, 1, 2]
 
 
@@ -278,15 +285,45 @@ def test_close_with_a_deadline_gives_up_what_cannot_be_staged(tmp_path: Path) ->
     assert leftovers(tmp_path) == []
 
 
-def test_a_keeper_that_makes_no_progress_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stillframe.save.keeper_process.STALL_S", 0.5)
+def test_a_keeper_that_does_not_answer_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stillframe.save.keeper_process._WATCH_MS", 100)
     with Checkpointer(tmp_path, arena="32MiB") as checkpointer:
         checkpointer.save(0, {"weights": torch.zeros(12_000_000)}).wait()
         stop_keeper(checkpointer)
+        monkeypatch.setattr("stillframe.link.liveness.STALL_S", 0.5)
         save = checkpointer.save(1, {"weights": torch.zeros(12_000_000)})
         checkpointer.fence()  # does not hang: the save is given up
-        with pytest.raises(stillframe.KeeperError, match="no progress"):
+        with pytest.raises(stillframe.KeeperError, match="has said nothing for"):
             save.wait()
+        monkeypatch.setattr("stillframe.link.liveness.STALL_S", 300.0)
         checkpointer.save(2, {"weights": torch.zeros(12_000_000)}).wait()
     assert Catalog(tmp_path).steps() == [0, 2]
+
+
+def is_dead(pid: int) -> bool:
+    """Whether or not somebody has taken note of it."""
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def test_a_save_requested_right_after_its_keeper_died_goes_to_the_next(
+    checkpointer: Checkpointer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The death is noticed by a thread of its own: for a moment the dead one is still the one to talk to."""
+    on_exit = KeeperClient._on_exit
+
+    def late(*arguments: Any) -> None:
+        time.sleep(0.5)
+        on_exit(*arguments)
+
+    monkeypatch.setattr(KeeperClient, "_on_exit", late)
+    for step in (1, 2):
+        pid = spi.keeper_pid(checkpointer)
+        assert pid is not None
+        kill(pid)
+        until(lambda: is_dead(pid), "its end")  # noqa: B023
+        time.sleep(0.1)  # its other threads may hold its socket open a little longer
+        checkpointer.save(step, {"weights": torch.ones(6_000_000)}).wait(timeout_s=60)
+    assert checkpointer.stats().failed == 0

@@ -21,11 +21,11 @@ from typing import Any
 import pytest
 import torch
 
-from stillframe import Catalog, Checkpointer, StorageError, load
+from stillframe import Catalog, Checkpointer, StorageError, load, spi
 from stillframe.units import MIB
 from tests import layout
 from tests.layout import leftovers
-from tests.support import assert_same, make_model, train_step, until
+from tests.support import assert_same, make_model, pause, train_step, until
 
 WIDTH = 900
 """Makes a model and an Adam state of about 20 MB together."""
@@ -182,7 +182,7 @@ def test_the_earlier_checkpoint_outlives_a_full_disk(disk: Path) -> None:
         training.save(checkpointer, 2)
         failed_for_space(checkpointer)
         state = {"model": training.model, "optimizer": training.optimizer, "step": 0}
-        assert checkpointer.restore(state) == 1
+        assert checkpointer.restore(state).step == 1
     assert_same(dict(training.model.state_dict()), training.at[1]["model"])
     assert_same(training.optimizer.state_dict(), training.at[1]["optimizer"])
 
@@ -217,11 +217,11 @@ def test_a_failure_is_raised_by_the_next_save_and_only_once(disk: Path) -> None:
         ballast = fill(disk, leave_bytes=MIB)
         training.save(checkpointer, 2)
         until(lambda: checkpointer.stats().failed == 1, "the failure")
-        with pytest.raises(StorageError, match=r"step 2 failed.*(?i:space)"):
-            training.save(checkpointer, 3)
         ballast.unlink()
-        training.save_and_wait(checkpointer, 3)
-    assert Catalog(disk).steps() == [3]
+        with pytest.raises(StorageError, match=r"step 2 failed.*(?i:space).*step 3, requested now, goes on"):
+            training.save(checkpointer, 3)
+        training.save_and_wait(checkpointer, 4)
+    assert Catalog(disk).steps() == [3, 4]
 
 
 def test_with_warn_a_failure_is_logged_once_and_never_raised(disk: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -271,7 +271,7 @@ def test_a_read_only_root_can_be_restored_from(read_only: tuple[Path, Training])
     training.go_on()
     with Checkpointer(disk) as checkpointer:
         state = {"model": training.model, "optimizer": training.optimizer, "step": 0}
-        assert checkpointer.restore(state) == 1
+        assert checkpointer.restore(state).step == 1
     assert_same(dict(training.model.state_dict()), training.at[1]["model"])
 
 
@@ -367,7 +367,7 @@ def test_a_reader_that_runs_out_of_descriptors_does_not_call_the_checkpoint_dama
         with one_descriptor_left(), pytest.raises(StorageError, match="Too many open files"):
             checkpointer.restore(state)
         assert Catalog(tmp_path).steps() == [1, 2]
-        assert checkpointer.restore(state) == 2
+        assert checkpointer.restore(state).step == 2
 
 
 # --- gone --------------------------------------------------------------------------------------
@@ -390,9 +390,9 @@ def test_a_root_removed_under_a_save_fails_it_and_the_next_one_works(tmp_path: P
     with Checkpointer(root, arena="32MiB") as checkpointer:
         save = checkpointer.save(1, {"tensor": tensor})
         until(lambda: layout.has_begun(root, 1, rank=0), "the first file")
-        keeper = checkpointer.keeper_pid
+        keeper = spi.keeper_pid(checkpointer)
         assert keeper is not None
-        os.kill(keeper, signal.SIGSTOP)
+        pause(keeper)
         try:
             shutil.rmtree(root)
         finally:

@@ -2,22 +2,29 @@
 
 Trainer → keeper: ``Attach`` once (with the arena); per save ``Begin`` (with the draft of the seal in a
 memfd), ``Chunk`` …, then ``Staged`` or ``Abandon``; ``Enter`` before a restore, ``Resume`` and ``Restored`` after it;
-``Start`` where tickets are issued;
-``Close`` at the end.
+``Start`` where tickets are issued; ``Complete`` where roots are not shared; ``Close`` at the end.
 Keeper → trainer: ``Ready`` once; ``Done`` in answer to a request; per save ``Flushed`` …, ``Sealed``,
-``AwaitingRanks`` …, and ``Committed`` or ``Failed``.
+``AwaitingRanks`` …, and ``Committed`` or ``Failed``; ``Alive`` every few seconds while there is work;
+``TierNews`` when something is carried, ``TierFailed`` when it cannot be.
+
+Both processes must have the same messages, but a keeper is started from the package that is on disk by then.  So the
+trainer hands over its :func:`build`, and a keeper of another one refuses before it reads anything else.
 """
 
 from __future__ import annotations
 
 import array
 import socket
-from dataclasses import dataclass
-from typing import Generic, TypeVar, Union
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar, Union, get_args
 
 import msgspec
 
+from stillframe import version
+from stillframe.format.digest import digest
+from stillframe.link.liveness import Pulse
 from stillframe.model import Label, SaveId
+from stillframe.tiers import TierConfig
 
 _MAX_PACKET = 64 * 1024
 _In = TypeVar("_In")
@@ -54,6 +61,9 @@ class KeeperConfig:
     """How long rank 0 waits for the seals of the others."""
     has_events: bool = True
     """Tell in ``run/events`` what happens."""
+    storage_options: dict[str, Any] | None = field(default=None, repr=False)
+    """Of an object store."""
+    tiers: tuple[TierConfig, ...] = ()
 
 
 class _Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -149,6 +159,12 @@ class Restored(_Message, frozen=True):
     passed_over: tuple[int, ...]
 
 
+class Complete(_Message, frozen=True):
+    """In a root that is not shared: every rank has sealed this save."""
+
+    save: SaveId
+
+
 class Close(_Message, frozen=True):
     """No more saves: finish and go."""
 
@@ -185,12 +201,13 @@ class Flushed(_Message, frozen=True):
 
 class Sealed(_Message, frozen=True):
     save: int
+    epoch: int
     at_s: float
     is_unchanged: bool
 
 
 class AwaitingRanks(_Message, frozen=True):
-    """A sealed save waits for other ranks; said now and then, so that silence still means a keeper that hangs."""
+    """A sealed save waits for other ranks; said now and then."""
 
     save: int
     ranks: tuple[int, ...]
@@ -203,6 +220,34 @@ class Committed(_Message, frozen=True):
 
 class Failed(_Message, frozen=True):
     save: int
+    kind: str
+    message: str
+
+
+class Alive(_Message, frozen=True):
+    """The keeper listens, and has work; said whatever its storage does."""
+
+    pulse: Pulse
+
+
+class TierNews(_Message, frozen=True):
+    """How a tier stands (:class:`stillframe.model.TierStats`).  Saves, not steps: after a rewind a step comes again."""
+
+    tier: int
+    committed: SaveId | None
+    considered: SaveId | None
+    target: SaveId | None
+    waiting: SaveId | None
+    carried_bytes: int
+    total_bytes: int
+    failures: int
+    trouble: str
+    is_over: bool
+
+
+class TierFailed(_Message, frozen=True):
+    """Something cannot be carried to a tier: once for each trouble, not for each attempt.  No save fails by it."""
+
     kind: str
     message: str
 
@@ -220,8 +265,29 @@ class Refused(_Message, frozen=True):
     message: str
 
 
-FromTrainer = Union[Attach, Begin, Chunk, Staged, Abandon, Enter, Resume, Start, Restored, Close]  # noqa: UP007
-FromKeeper = Union[Ready, Done, Claimed, Flushed, Sealed, AwaitingRanks, Committed, Failed, Notice, Refused]  # noqa: UP007
+FromTrainer = Union[Attach, Begin, Chunk, Staged, Abandon, Enter, Resume, Start, Restored, Complete, Close]  # noqa: UP007
+FromKeeper = Union[  # noqa: UP007
+    Ready,
+    Done,
+    Claimed,
+    Flushed,
+    Sealed,
+    AwaitingRanks,
+    Committed,
+    Failed,
+    Alive,
+    TierNews,
+    TierFailed,
+    Notice,
+    Refused,
+]
+
+
+def build() -> str:
+    """Names the version of the package, and the shape of everything that the two processes tell one another."""
+    kinds = (KeeperConfig, Telemetry, Label, SaveId, Pulse, *get_args(FromTrainer), *get_args(FromKeeper))
+    shape = repr([(kind.__name__, kind.__annotations__) for kind in kinds])
+    return f"{version.VERSION} (messages {digest(shape.encode())[:8]})"
 
 
 class Channel(Generic[_In, _Out]):

@@ -3,7 +3,7 @@
 Every source of a lazy copy is hashed three times: in the live tensors when ``save()`` is called, in the arena when
 its chunk has been copied, and in the live tensors again when the fence is reached.  All three must be equal.  The
 save counts as staged only after that, so a torn one is never committed; and a change that came by luck after the
-copy is found as well.  ``tensor._version`` would be cheaper but is no guard: fused optimizers do not move it.
+copy is found as well.  ``tensor._version``, which every save compares, is cheaper but does not move with every write.
 """
 
 from __future__ import annotations
@@ -16,15 +16,20 @@ import torch
 from stillframe.errors import TornError
 from stillframe.format.digest import digest
 from stillframe.model import CHUNK_BYTES
+from stillframe.save.places import Sources
 from stillframe.save.plan import Plan
 from stillframe.store.blob import aligned_buffer
 
 
 class Audit:
-    """Thread: the stager's, which alone copies.  The training thread stands still in :meth:`begin` and :meth:`end`."""
+    """Thread: the stager's; :meth:`check_copy` on that of the arrivals.
 
-    def __init__(self, plan: Plan, step: int) -> None:
+    The training thread stands still in :meth:`begin` and :meth:`end`.
+    """
+
+    def __init__(self, plan: Plan, step: int, sources: Sources) -> None:
         self._plan = plan
+        self._live_sources = sources
         self._step = step
         self._at_save: dict[int, list[str]] = {}
 
@@ -50,7 +55,9 @@ class Audit:
         scratch = torch.frombuffer(buffer, dtype=torch.uint8)
         for copy in self._plan.chunks[chunk].copies:
             if copy.captured is None:
-                copy.device.copy(copy.sources, scratch[copy.offset : copy.offset + copy.nbytes])
+                copy.device.copy(
+                    self._live_sources.rows(copy.sources), scratch[copy.offset : copy.offset + copy.nbytes]
+                )
                 ticket = copy.device.ticket()
                 if ticket is not None:
                     ticket.wait()
@@ -61,8 +68,8 @@ class Audit:
             if before != after:
                 raise TornError(
                     f"step {self._step}: {self._name(chunk, source)!r} changed between save() and the fence; "
-                    "the copy may be torn. Change the state only in optimizer.step(), or inside "
-                    "`with checkpointer.fence():`"
+                    "the copy may be torn. Change the state only in optimizer.step(), or after a call of "
+                    "checkpointer.fence()"
                 )
 
     def _sources(self, chunk: int) -> list[tuple[int, int]]:

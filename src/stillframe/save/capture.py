@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-import torch
 
 from stillframe.format.records import SealDraft, check_draft
 from stillframe.ranks.group import Group
-from stillframe.save.device import Device, DeviceTable
+from stillframe.save.device import Device, DeviceTable, Gathered
+from stillframe.save.places import Sources
 from stillframe.save.plan import Plan, make_plan
+from stillframe.save.versions import Versions
 from stillframe.state.spread import Seat
 from stillframe.state.walk import Walk
 
@@ -26,10 +27,20 @@ class Captured:
 
     plan: Plan
     draft: SealDraft
-    memory: dict[Device, torch.Tensor]
+    memory: dict[Device, Gathered]
     """The bytes that were copied here, because they may change before the next update."""
     marks: list[tuple[Device, Any]]
     """The compute that was queued on each device before ``save``."""
+    versions: Versions
+    """Of what was not copied here."""
+    sources: Sources
+    """What of it lies in accelerators' memory."""
+
+    def release(self) -> None:
+        """Keep nothing alive any more: every copy is made, or none will be."""
+        self.memory.clear()
+        self.sources.clear()
+        self.versions.drop()
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +51,15 @@ class Request:
     draft: SealDraft
     walk: Walk
 
-    def capture(self) -> Captured:
+    def capture(self, since: Versions | None = None) -> Captured:
+        """``since``: versions from when the state had to stand still, if that was before now."""
+        versions = self.plan.versions(self.walk)  # first: another thread may train meanwhile
+        if since is not None:
+            versions.add(since)
+        sources = Sources(self.walk.tensors, self.plan.slots)
         memory = self.plan.capture(self.walk)
-        return Captured(self.plan, self.draft, memory, [(device, device.mark()) for device in self.plan.devices])
+        marks = [(device, device.mark()) for device in self.plan.devices]
+        return Captured(self.plan, self.draft, memory, marks, versions, sources)
 
 
 class Planner:
@@ -59,7 +76,8 @@ class Planner:
         walk = Walk(state)
         plan = self._plan
         if plan is None or not plan.fits(walk):
-            plan = self._plan = make_plan(walk, self._devices, self._seat)
+            moved = frozenset[int]() if plan is None else plan.moved(walk)
+            plan = self._plan = make_plan(walk, self._devices, self._seat, moved)
         draft = SealDraft(
             rank=self._group.rank,
             world_size=self._group.world_size,
@@ -75,7 +93,7 @@ class Planner:
         return Request(plan, draft, walk)
 
     def forget(self) -> None:
-        """Let go of the plan, which keeps the tensors of its state alive."""
+        """Let go of the plan, which keeps tensors in host memory alive."""
         self._plan = None
 
     @property

@@ -10,21 +10,54 @@ event on the compute stream at ``save()`` (:meth:`Device.mark`), for which the s
 fence (:meth:`Device.order_after`).  In host memory a copy is done when the call returns.
 
 Written on ``torch.accelerator``, ``torch.Stream`` and ``torch.Event``, so CUDA, ROCm, XPU and the
-rest take one path.  :mod:`stillframe.testing.emulated` implements the same interface, and proves the order.
+rest take one path.  The order is proved on a device of torch's that is made of threads (``tests/device``);
+:mod:`stillframe.testing.emulated` implements the same interface without one.
 """
 
 from __future__ import annotations
 
 import ctypes
-import logging
-from collections.abc import Sequence
+import functools
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 import torch
 
-from stillframe.state.memory import as_row, is_plain
+from stillframe.save.pinning import Runtime, runtime_of
+from stillframe.state.memory import as_row, is_byte_row, is_plain
+from stillframe.units import MIB
 
-logger = logging.getLogger("stillframe")
+CAPTURE_BYTES = 64 * MIB
+"""So much of one device ``save`` copies on that device, for all saves that are not staged together.  More goes to host
+memory: an average of all weights would take as much memory again as they do."""
+_PIECE_BYTES = 64 * MIB
+"""Host memory is taken in pieces: torch keeps pinned memory for reuse, in sizes that are powers of two."""
+_SMALL_BYTES = MIB
+"""Rows below this size go to host memory together."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    """Bytes that ``save`` has copied, or queued to be copied: on their device, or in pieces of host memory."""
+
+    pieces: list[torch.Tensor]
+    """All but the last are of :data:`_PIECE_BYTES`, if there are several."""
+    is_late: bool = False
+    """They are in host memory once the compute is done that was queued before the device's mark."""
+
+    def rows(self, start: int, nbytes: int) -> list[torch.Tensor]:
+        """The bytes from ``start`` on."""
+        if len(self.pieces) == 1:
+            return [self.pieces[0][start : start + nbytes]]
+        end, found = start + nbytes, []
+        while start < end:
+            piece, offset = divmod(start, _PIECE_BYTES)
+            count = min(end - start, _PIECE_BYTES - offset)
+            found.append(self.pieces[piece][offset : offset + count])
+            start += count
+        return found
 
 
 class Ticket(Protocol):
@@ -35,13 +68,17 @@ class Ticket(Protocol):
 
 
 class Device(Protocol):
-    """Thread: ``mark``, ``gather`` and ``order_after`` on the training thread; the others on the stager's."""
+    """Thread: ``mark``, ``gather`` and ``order_after`` on the training thread, or on its streams; the others on the
+    stager's; ``ticket`` also on that of the arrivals."""
+
+    is_host: bool
+    """Its memory is the host's: a copy is done when it is issued."""
 
     def mark(self) -> Any:
         """A point in the compute queue: all that is queued so far comes before it."""
 
-    def gather(self, sources: Sequence[torch.Tensor], nbytes: int) -> torch.Tensor:
-        """Rows of bytes, as they are at this point of the compute queue, end to end on the same device."""
+    def gather(self, sources: Sequence[torch.Tensor], nbytes: int) -> Gathered:
+        """Rows of bytes, as they are at this point of the compute queue, end to end."""
 
     def begin(self, mark: Any) -> None:
         """Copies issued from now on see what the compute before ``mark`` made."""
@@ -55,21 +92,23 @@ class Device(Protocol):
     def order_after(self, ticket: Ticket) -> None:
         """Compute queued from now on waits for the ticket; the host does not."""
 
-    def adopt(self, address: int, nbytes: int) -> None:
-        """Make the arena's memory fit for fast copies (pinned)."""
+    def runtime(self) -> Runtime | None:
+        """How host memory is pinned for fast copies; ``None`` if it is not."""
 
 
 class HostDevice:
     """Host memory.  Large sources go by ``memmove``: ``Tensor.copy_`` would start OpenMP threads
     beside those of training (a GIL-bound loop kept 68 % of its speed beside it, 99 % beside memmove)."""
 
+    is_host = True
+
     def mark(self) -> None:
         return None
 
-    def gather(self, sources: Sequence[torch.Tensor], nbytes: int) -> torch.Tensor:
+    def gather(self, sources: Sequence[torch.Tensor], nbytes: int) -> Gathered:
         into = torch.empty(nbytes, dtype=torch.uint8, device="cpu")  # whatever the default device is
         torch.cat(list(sources), out=into)
-        return into
+        return Gathered([into])
 
     def begin(self, mark: Any) -> None:
         pass
@@ -89,32 +128,60 @@ class HostDevice:
     def order_after(self, ticket: Ticket) -> None:
         pass
 
-    def adopt(self, address: int, nbytes: int) -> None:
-        pass
+    def runtime(self) -> None:
+        return None
 
 
 class _EventTicket:
-    def __init__(self, event: torch.Event) -> None:
+    """``sleeper``: an event at the same point that the host can wait for asleep, where ``event`` would spin."""
+
+    def __init__(self, event: torch.Event, sleeper: torch.cuda.Event | None) -> None:
         self.event = event
+        self._sleeper = sleeper
 
     def wait(self) -> None:
-        self.event.synchronize()
+        (self._sleeper or self.event).synchronize()
+
+
+def _sleeper(stream: torch.Stream) -> torch.cuda.Event | None:
+    """On CUDA ``torch.Event`` takes no ``blocking=True``: who waits for one keeps a core busy.  Its own event does, and
+    is recorded on a stream of its own class only.  What other accelerators do is left to their ``synchronize``."""
+    if stream.device.type != "cuda":
+        return None
+    own = torch.cuda.Stream(
+        stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type
+    )
+    event = torch.cuda.Event(blocking=True)
+    event.record(own)
+    return event
 
 
 class AcceleratorDevice:
     """One device of the accelerator that torch was built for."""
 
+    is_host = False
+
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._side = torch.Stream(device)
+        self._gathered: list[weakref.ref[torch.Tensor]] = []
+
+    @functools.cached_property
+    def _side(self) -> torch.Stream:
+        # Made by the stager's thread: if the device cannot, that costs a save, and raises nothing in training.
+        return torch.Stream(self._device)
 
     def mark(self) -> torch.Event:
         event = torch.Event(self._device)
         event.record(torch.accelerator.current_stream(self._device))
         return event
 
-    def gather(self, sources: Sequence[torch.Tensor], nbytes: int) -> torch.Tensor:
-        return torch.cat(list(sources))
+    def gather(self, sources: Sequence[torch.Tensor], nbytes: int) -> Gathered:
+        alive = [row for each in self._gathered if (row := each()) is not None]
+        if nbytes + sum(row.nbytes for row in alive) > CAPTURE_BYTES:
+            return _gather_on_host(sources, nbytes)
+        row = torch.cat(list(sources))
+        self._gathered = list(map(weakref.ref, [*alive, row]))
+        return Gathered([row])
 
     def begin(self, mark: torch.Event) -> None:
         torch.accelerator.set_stream(self._side)  # of this thread only
@@ -123,24 +190,59 @@ class AcceleratorDevice:
     def copy(self, sources: Sequence[torch.Tensor], into: torch.Tensor) -> None:
         # Temporaries belong to the side stream, so the caching allocator reuses them only behind this copy.
         torch.accelerator.set_stream(self._side)
-        row = as_row(sources[0]) if len(sources) == 1 else torch.cat(list(sources))
+        row = sources[0] if len(sources) == 1 else torch.cat(list(sources))
+        if not is_byte_row(row):
+            row = as_row(row)
         into.copy_(row, non_blocking=True)
 
     def ticket(self) -> _EventTicket:
         event = torch.Event(self._device)
         event.record(self._side)
-        return _EventTicket(event)
+        return _EventTicket(event, _sleeper(self._side))
 
     def order_after(self, ticket: Ticket) -> None:
         assert isinstance(ticket, _EventTicket)
         torch.accelerator.current_stream(self._device).wait_event(ticket.event)
 
-    def adopt(self, address: int, nbytes: int) -> None:
-        # torch has no device-neutral host registration.  Without it copies are correct but slower.
-        if self._device.type == "cuda":
-            code = torch.cuda.cudart().cudaHostRegister(address, nbytes, 0)
-            if int(code) != 0:
-                logger.warning("the arena could not be pinned (runtime error %s); staging will be slower", code)
+    def runtime(self) -> Runtime | None:
+        return runtime_of(self._device)
+
+
+def _gather_on_host(sources: Iterable[torch.Tensor], nbytes: int) -> Gathered:
+    """The compute queue waits for it, the host does not.  On the device it takes a chunk at most, for small rows."""
+    gathered = Gathered([_host_memory(min(_PIECE_BYTES, nbytes - at)) for at in range(0, nbytes, _PIECE_BYTES)], True)
+    at = 0
+    for row in _joined(sources):
+        done = 0
+        for into in gathered.rows(at, row.numel()):
+            into.copy_(row[done : done + into.numel()], non_blocking=True)
+            done += into.numel()
+        at += done
+    return gathered
+
+
+def _joined(rows: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """The same bytes in the same order; small rows are joined."""
+    small: list[torch.Tensor] = []
+    nbytes = 0
+    for row in rows:
+        if small and max(row.numel(), nbytes) >= _SMALL_BYTES:
+            yield torch.cat(small)
+            small, nbytes = [], 0
+        if row.numel() >= _SMALL_BYTES:
+            yield row
+        else:
+            small.append(row)
+            nbytes += row.numel()
+    if small:
+        yield torch.cat(small)
+
+
+def _host_memory(nbytes: int) -> torch.Tensor:
+    try:
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+    except RuntimeError:  # this accelerator has none that is pinned, or no more of it: right, but slower
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
 
 class OwningDevice(Device, Protocol):

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Sequence
 
 from stillframe.checkpoint.catalog import Catalog
+from stillframe.errors import StorageError
+from stillframe.format import limits, names
 from stillframe.model import SaveId
-from stillframe.ranks.agreement import agree_on_epoch, agree_on_step
+from stillframe.ranks.agreement import agree_on_epoch, agree_on_step, do_together
 from stillframe.ranks.group import Group
 from stillframe.save.keeper_client import KeeperClient
+from stillframe.save.saves import Saves
 from stillframe.save.steps import TakenSteps
+from stillframe.store.protocol import read_all
 
 
 class Epochs:
-    """Thread: the training thread's.
-
-    ``settle``: the root is ours, and what we saved is committed.
-    """
+    """Thread: the training thread's."""
 
     def __init__(
         self,
@@ -24,13 +26,15 @@ class Epochs:
         group: Group,
         keeper: KeeperClient,
         steps: TakenSteps,
-        settle: Callable[[], None],
+        saves: Saves,
+        tiers: Sequence[Catalog] = (),
     ) -> None:
+        self._tiers = tiers
         self._catalog = catalog
         self._group = group
         self._keeper = keeper
         self._steps = steps
-        self._settle = settle
+        self._saves = saves
         self._parent: SaveId | None = None
         self._is_parent_known = False
         self._sequence = 0
@@ -43,18 +47,35 @@ class Epochs:
 
         So the run sees everything that any run before it has reported.
         """
-        number = agree_on_epoch(self._group, self._catalog, self._keeper.agreed_epoch)
+        self._keeper.leave_epoch()
+        try:
+            number = agree_on_epoch(self._group, self._catalog, self._tiers, self._keeper.agreed_epoch)
+        except BaseException:
+            self._keeper.stay_in_epoch()
+            raise
         self._sequence += 1
         self._has_entered = False
 
         def claim() -> None:
             if not self._has_entered:
                 self._settle()
-                self._has_entered = True
                 self._keeper.enter(self._sequence, number)
+                self._has_entered = True
 
         self._number = number
         return claim
+
+    def claim_in(self, tier: Catalog) -> None:
+        """Put the claim of the present epoch into a tier that is resumed from; best effort: the keeper repeats it."""
+        with contextlib.suppress(StorageError):
+            key = names.claim(self._keeper.agreed_epoch)
+            tier.store.put_new(key, read_all(self._catalog.store, key, limits.MAX_NOTE_BYTES))
+
+    def _settle(self) -> None:
+        """The root is ours, and what we saved is committed.  Blocks; raises."""
+        self._keeper.wait_ready()
+        self._saves.wait_all("committed", None)
+        self._saves.raise_untold()
 
     def resume(self, save: SaveId | None) -> None:
         """The epoch goes on from this checkpoint.  Put down with the first save: who only looks leaves no trace."""
@@ -76,9 +97,10 @@ class Epochs:
     def rewind(self, step: int) -> None:
         """The epoch goes on from this step, durably.  Blocks; raises."""
         try:
-            save = agree_on_step(self._group, self._catalog, step, self.beginning())
+            save = agree_on_step(self._group, [self._catalog, *self._tiers], step, self.beginning())
         except BaseException:
             self.keep_on()
             raise
         self.resume(save)
-        self._keeper.rewind(save)
+        # Rank 0's keeper makes it durable for all: no other rank may say so before.
+        do_together(self._group, f"putting down that step {step} is gone back to", lambda: self._keeper.rewind(save))

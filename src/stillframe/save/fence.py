@@ -3,7 +3,10 @@
 One global pre-hook of ``torch.optim`` covers foreach, fused and plain optimizers, several of them, and
 gradient accumulation (it runs once per ``step()``, not per backward).  It is idempotent and costs
 one to two microseconds when nothing is pending.  Not covered, because torch calls no hook there: updates
-written by hand, and ``load_state_dict``; ``Checkpointer.fence()`` is for those.
+written by hand, ``load_state_dict``, and replays of captured graphs (:mod:`stillframe.save.graphs`);
+``Checkpointer.fence()`` is for those, and :mod:`stillframe.save.versions` finds most that lack it.
+
+A compiled step has the fence in its graph (:mod:`stillframe.save.compiled`), or between two graphs.
 """
 
 from __future__ import annotations
@@ -13,13 +16,18 @@ import logging
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
-from types import TracebackType
+from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from stillframe.latch import Latch
 from stillframe.link import messages
+from stillframe.save import compiled
+from stillframe.save.streams import Streams
+from stillframe.state.torch_internals import outside_of_graphs
+from stillframe.state.wrappers import plain_tensors
 
 logger = logging.getLogger("stillframe")
 
@@ -50,6 +58,19 @@ class OptimizerFence:
         """How many updates there have been: those of the optimizer that made most, as several may take turns."""
         return max(self._made.values(), default=0)
 
+    def has_updated(self, tensors: Iterable[torch.Tensor]) -> bool:
+        """Whether one of these is, by its memory, a parameter of an optimizer that has made an update.
+
+        True if that cannot be told: it is asked for a warning, which must cost no save.
+        """
+        try:
+            groups = [group for optimizer in list(self._made) for group in optimizer.param_groups]
+            parameters = (parameter for group in groups for parameter in group["params"])
+            known = {each.data_ptr() for parameter in parameters for each in plain_tensors(parameter)} - {0}
+            return any(tensor.data_ptr() in known for tensor in tensors)
+        except Exception:  # an optimizer of an unusual kind, a parameter without memory
+            return True
+
     def remove(self) -> None:
         """May be called again."""
         hook.remove(self)
@@ -67,7 +88,7 @@ class _Hook:
         with self._changing:
             self.fences += (fence,)
             if self._handle is None:
-                self._handle = register_optimizer_step_pre_hook(self._before_step)
+                self._handle = register_optimizer_step_pre_hook(_before_step)
 
     def remove(self, fence: OptimizerFence) -> None:
         with self._changing:
@@ -76,40 +97,43 @@ class _Hook:
                 self._handle.remove()
                 self._handle = None
 
-    def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        for each in self.fences:
-            each.before_step(optimizer)
-
 
 hook = _Hook()
 
 
-class Fence:
-    """What ``Checkpointer.fence`` returns, so that an update can stand inside ``with``; the wait is over."""
+def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:  # noqa: ARG001
+    """What torch calls; what it compiles, too."""
+    if not torch.compiler.is_compiling():
+        _fence(optimizer)
+    elif not compiled.fence_in_graph(optimizer):
+        _fence_between_graphs(optimizer)
 
-    def __enter__(self) -> Fence:
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        pass
+def _fence(optimizer: Any) -> None:
+    for each in hook.fences:
+        each.before_step(optimizer)
+
+
+_fence_between_graphs = outside_of_graphs(_fence)
+compiled.on_fence(_fence)
 
 
 class Holds:
-    """What ``Checkpointer.hold`` asked for: fences wait until every hold is released.  Thread: safe from any."""
+    """What ``spi.UpdateGate`` waits for, until every hold is released.  Thread: safe from any."""
 
     def __init__(self) -> None:
-        self._hints: dict[threading.Event, str] = {}
+        self._hints: dict[Latch, str] = {}
 
     def add(self, hint: str) -> Callable[[], None]:
         """Hold from now on, until the function returned is called."""
-        released = threading.Event()
+        released = Latch()
+        _held[released] = threading.get_ident(), Streams()
         self._hints[released] = hint
 
         def release() -> None:
             self._hints.pop(released, None)
-            released.set()
+            _held.pop(released, None)
+            released.unlock()
 
         return release
 
@@ -122,6 +146,21 @@ class Holds:
                 logger.warning("an update has waited %g s for a save that is not requested yet%s", _TELL_S, why)
                 released.wait()
         return bool(holds)
+
+
+_held: dict[Latch, tuple[int, Streams]] = {}
+"""Every hold of the process that is not released: which thread made it, and the streams it computes on."""
+
+
+def held_streams() -> contextlib.AbstractContextManager[None]:
+    """For a save that this thread requests behind a hold of another's: within, it computes on the streams of that one.
+
+    Of several the oldest counts, as saves are requested in the order of their holds.
+    """
+    for thread, streams in _held.copy().values():
+        if thread != threading.get_ident():
+            return streams.taken()
+    return contextlib.nullcontext()
 
 
 class UpdateLog:

@@ -12,37 +12,43 @@ from __future__ import annotations
 
 import gc
 import itertools
-from collections import defaultdict
+import operator
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import msgspec
-import torch
 
 from stillframe.format.digest import digest_of
 from stillframe.format.records import Team, encode_shards, encode_tree
 from stillframe.format.segment import BoxOf, Shard, encode_header
 from stillframe.format.tree import RankBox, ShardedNode, TensorNode
 from stillframe.save.copies import Capture, Chunk, Target, captures_of, chunks_of
-from stillframe.save.device import Device, DeviceTable
+from stillframe.save.device import Device, DeviceTable, Gathered
+from stillframe.save.places import is_kept
 from stillframe.save.signature import Signature
+from stillframe.save.versions import Versions
 from stillframe.state.boxes import Box
 from stillframe.state.division import HeldBox, assign
 from stillframe.state.dtypes import DTYPE_NAMES
 from stillframe.state.forms import forms_of
-from stillframe.state.memory import Extent, extents_of, is_plain
+from stillframe.state.forward import buffers_of, changes_in_forward
+from stillframe.state.memory import Extent, extents_of, is_plain, storage_of, storages_of
 from stillframe.state.outline import Outline
-from stillframe.state.spread import ALONE, Seat, Spread, find_spreads, teams_of
+from stillframe.state.spread import ALONE, Seat, Spread, find_spreads, parts_of, teams_of
 from stillframe.state.walk import Walk
+from stillframe.units import MIB
 
 SMALL_BYTES = 64
 """Tensors up to this size are captured by ``save`` itself: Adam's ``step``, counters, scales."""
+MOVED_BYTES = 4 * MIB
+"""So many bytes of tensors that are new at every save are captured: about a millisecond, less than another plan."""
 
 
 @dataclass(slots=True)
 class Plan:
-    """Never changed once made.  Keeps its sources alive, so it must not outlive its checkpointer."""
+    """Never changed once made.  Keeps those of its sources alive that lie in host memory."""
 
     layout: str
     """Equal for plans that put the same things in the same places, whenever they were made."""
@@ -56,10 +62,19 @@ class Plan:
     lazy: tuple[tuple[int, int], ...]
     captured_bytes: int
     devices: list[Device]
+    slots: dict[int, int]
+    """The tensors of the walk whose storages a save must hold until it is staged, those of accelerators: numbered."""
     _captures: list[Capture]
+    _is_watched: list[bool] = field(repr=False)
+    """For each tensor of the walk whether this rank stages bytes of it lazily, and its version tells if it changed."""
+    _watched_outer: list[int] = field(repr=False)
+    """Those of them that lie in a DTensor or a wrapper."""
+    _watched_names: list[str] = field(repr=False)
     _tokens: list[tuple[object, ...]] = field(repr=False)
     _is_volatile: list[bool] = field(repr=False)
     _signature: Signature = field(repr=False)
+    _may_move: list[int] = field(repr=False)
+    _moved: frozenset[int]
 
     def fits(self, walk: Walk) -> bool:
         """Whether the walk found the same structure in the same memory, so that this plan serves it too."""
@@ -67,7 +82,29 @@ class Plan:
             return False
         return self._signature.fits(walk.tensors)
 
-    def capture(self, walk: Walk) -> dict[Device, torch.Tensor]:
+    def moved(self, walk: Walk) -> frozenset[int]:
+        """If only other tensors stand where some stood (a dict of random states, made anew for each save): which.
+
+        A plan that captures them serves the saves to come, too.  None if the structure is new, or they are large.
+        """
+        if walk.tokens != self._tokens or walk.is_volatile != self._is_volatile:
+            return frozenset()
+        try:
+            found = self._moved | set(self._signature.moved(walk.tensors, self._may_move))
+            counts = Counter(map(storage_of, walk.tensors)) if found else {}
+            found = frozenset(index for index in found if counts[storage_of(walk.tensors[index])] == 1)
+            return found if sum(walk.tensors[index].nbytes for index in found) <= MOVED_BYTES else frozenset()
+        except RuntimeError:
+            return frozenset()  # one became sparse: the next plan says so
+
+    def versions(self, walk: Walk) -> Versions:
+        """Of what may not change before it is staged."""
+        tensors = list(itertools.compress(walk.tensors, self._is_watched))
+        for index in self._watched_outer:
+            tensors += walk.outer[index]  # operations on one count only there
+        return Versions(tensors, self._watched_names)
+
+    def capture(self, walk: Walk) -> dict[Device, Gathered]:
         """Copy what may change before the next update, in the order of each device's compute."""
         return {each.device: each.device.gather(each.rows(walk.tensors), each.nbytes) for each in self._captures}
 
@@ -85,34 +122,34 @@ def _without_garbage_collection() -> Iterator[None]:
 
 
 @_without_garbage_collection()
-def make_plan(walk: Walk, devices: DeviceTable, seat: Seat = ALONE) -> Plan:
-    """Raises :class:`UnsupportedStateError`, naming the tensor that cannot be stored."""
+def make_plan(walk: Walk, devices: DeviceTable, seat: Seat = ALONE, moved: frozenset[int] = frozenset()) -> Plan:
+    """``moved``: tensors to be captured as if they were volatile.
+
+    Raises :class:`UnsupportedStateError`, naming the tensor that cannot be stored.
+    """
     outline = Outline(walk.tokens)
     forms = forms_of(walk.tensors, outline.names)
+    as_walked = walk.is_volatile
+    # Looked for only here: the modules of a state are many, and if they change, the versions tell.
+    changing = changes_in_forward(walk.tensors, outline.names, walk.owners)
+    walk.is_volatile = list(map(operator.or_, as_walked, changing))
     spreads = find_spreads(walk, outline.names, seat)
-    extents = extents_of(walk.tensors, forms, _ties(walk, spreads))
-    division = _Division(walk, _unique_names(outline.names), spreads, devices, seat)
+    moved -= spreads.keys()  # what several ranks hold, all treat alike
+    is_volatile = [found or index in moved for index, found in enumerate(walk.is_volatile)]
+    extents = extents_of(walk.tensors, forms, _ties(walk, is_volatile, spreads))
+    names = _unique_names(outline.names)
+    division = _Division(walk, is_volatile, names, spreads, devices, seat)
     division.divide(extents)
+    is_watched = _watched(walk, division.is_lazy)
     order, data_bytes = _lay_out(division.targets)
     for target in order:
         for index, view in target.members:
             division.leaves[index] = TensorNode(target.number, view)
-    shards = [
-        Shard(
-            target.name,
-            DTYPE_NAMES[target.source.dtype],
-            tuple(target.source.shape),
-            target.start,
-            target.start + target.nbytes,
-            target.source.device.type,
-            target.box_of,
-        )
-        for target in order
-    ]
+    shards = _shards(order)
     captures, captured_at = captures_of(order, walk.tensors)
-    kept = [None if volatile else tensor for tensor, volatile in zip(walk.tensors, walk.is_volatile, strict=True)]
+    kept = [None if volatile else tensor for tensor, volatile in zip(walk.tensors, is_volatile, strict=True)]
     header = encode_header(shards, {"stillframe": "1"})
-    tree = encode_tree(outline.tree(division.leaves))
+    tree = encode_tree(outline.tree(division.leaves, parts_of(walk, outline.names)))
     return Plan(
         layout=digest_of([header, bytes(tree)]),
         shards=shards,
@@ -131,20 +168,45 @@ def make_plan(walk: Walk, devices: DeviceTable, seat: Seat = ALONE) -> Plan:
         lazy=_merged((target.start, target.start + target.nbytes) for target in order if not target.is_captured),
         captured_bytes=sum(capture.nbytes for capture in captures),
         devices=list(dict.fromkeys(target.device for target in order)),
+        slots=_slots(order),
         _captures=captures,
+        _is_watched=is_watched,
+        _watched_outer=_outer_watched(walk, is_watched),
+        _watched_names=[
+            *itertools.compress(names, is_watched),
+            *(names[index] for index in _outer_watched(walk, is_watched) for _ in walk.outer[index]),
+        ],
         _tokens=walk.tokens,
-        _is_volatile=walk.is_volatile,
-        _signature=Signature(forms, division.is_loose, kept),
+        _is_volatile=as_walked,
+        _signature=Signature(forms, division.is_loose, kept, as_walked),
+        _may_move=division.may_move,
+        _moved=moved,
     )
 
 
-def _ties(walk: Walk, spreads: dict[int, Spread]) -> dict[int, object]:
+def _watched(walk: Walk, is_lazy: list[bool]) -> list[bool]:
+    """Those lazy tensors whose version tells whether they changed.
+
+    Views of one storage share a version: beside something that forward may change, it tells nothing.
+    """
+    moving = storages_of(itertools.compress(walk.tensors, walk.is_volatile)) | storages_of(buffers_of(walk.owners))
+    if not moving:
+        return is_lazy
+    pairs = zip(is_lazy, walk.tensors, strict=True)
+    return [lazy and storage_of(tensor) not in moving for lazy, tensor in pairs]
+
+
+def _outer_watched(walk: Walk, is_watched: list[bool]) -> list[int]:
+    return [index for index in walk.outer if is_watched[index]]
+
+
+def _ties(walk: Walk, is_volatile: list[bool], spreads: dict[int, Spread]) -> dict[int, object]:
     """The tensors that are aliases only of their exact equals, each with what else must be equal.
 
     Where this rank holds nothing of two DTensors, only their identity tells whether they are one.
     """
     ties: dict[int, object] = {}
-    for index in itertools.chain(itertools.compress(itertools.count(), walk.is_volatile), spreads):
+    for index in itertools.chain(itertools.compress(itertools.count(), is_volatile), spreads):
         if walk.tensors[index].numel():
             ties[index] = spreads.get(index)
         elif index in spreads and index in walk.dtensors:
@@ -156,9 +218,15 @@ class _Division:
     """The second pass: what this rank writes of each extent."""
 
     def __init__(
-        self, walk: Walk, names: Sequence[str], spreads: dict[int, Spread], devices: DeviceTable, seat: Seat
+        self,
+        walk: Walk,
+        is_volatile: list[bool],
+        names: Sequence[str],
+        spreads: dict[int, Spread],
+        devices: DeviceTable,
+        seat: Seat,
     ) -> None:
-        self._walk = walk
+        self._is_volatile = is_volatile
         self._names = names
         self._spreads = spreads
         self._devices = devices
@@ -167,6 +235,9 @@ class _Division:
         self.leaves: list[TensorNode | ShardedNode] = [_OPEN] * len(walk.tensors)
         """For each tensor of the walk where it is stored; open until its target has a place."""
         self.is_loose = [False] * len(walk.tensors)
+        self.may_move: list[int] = []
+        """Tensors that are alone in their memory, and of this rank only: each could be captured as well."""
+        self.is_lazy = [False] * len(walk.tensors)
         self.shared: list[tuple[Target, Spread]] = []
         """The extents that other ranks hold too, or hold boxes of."""
 
@@ -176,6 +247,9 @@ class _Division:
             spread = self._spreads.get(extent.index)
             if spread is None:
                 self.targets.append(target)
+                if len(extent.members) == 1 and not target.is_captured:
+                    self.may_move.append(extent.index)
+                self._note_lazy(target)
             else:
                 self.shared.append((target, spread))
         by_ranks: dict[tuple[int, ...], list[tuple[Target, Spread]]] = defaultdict(list)
@@ -197,7 +271,7 @@ class _Division:
         first = extent.index
         source = extent.source
         nbytes = source.nbytes
-        is_volatile = self._walk.is_volatile[first]
+        is_volatile = self._is_volatile[first]
         is_captured = is_volatile or nbytes <= SMALL_BYTES
         # A small tensor may be another object at the next save, unless it has aliases: then all of them would be.  A
         # tensor whose memory is not its content is straightened anew at each save.
@@ -214,8 +288,15 @@ class _Division:
             extent.members,
             is_captured,
             is_volatile,
+            first,
             first if is_loose else None,
         )
+
+    def _note_lazy(self, target: Target) -> None:
+        """This rank writes of it; each of its aliases may have a version of its own."""
+        if not target.is_captured:
+            for index, _ in target.members:
+                self.is_lazy[index] = True
 
     def _write_boxes(self, target: Target, spread: Spread, assigned: list[list[tuple[int, Box]]]) -> None:
         """Of a tensor of which this rank holds boxes: those that it writes, and who writes the others."""
@@ -236,6 +317,7 @@ class _Division:
                         box_of=BoxOf(tensor, spread.shape, box.offset),
                     )
                     self.targets.append(own)
+                    self._note_lazy(target)
         written = [RankBox(rank, box.offset, box.shape) for boxes in assigned for rank, box in boxes]
         node = ShardedNode(tensor, DTYPE_NAMES[target.source.dtype], spread.shape, written)
         for index, _ in target.members:
@@ -253,6 +335,26 @@ def _lay_out(targets: Iterable[Target]) -> tuple[list[Target], int]:
         target.number, target.start = number, at
         at += target.nbytes
     return order, at
+
+
+def _shards(order: Iterable[Target]) -> list[Shard]:
+    return [
+        Shard(
+            target.name,
+            DTYPE_NAMES[target.source.dtype],
+            tuple(target.source.shape),
+            target.start,
+            target.start + target.nbytes,
+            target.source.device.type,
+            target.box_of,
+        )
+        for target in order
+    ]
+
+
+def _slots(targets: Iterable[Target]) -> dict[int, int]:
+    lazy = (target for target in targets if target.nbytes and not target.is_captured and not is_kept(target.source))
+    return {index: slot for slot, index in enumerate(sorted({target.index for target in lazy}))}
 
 
 def _unique_names(names: Sequence[str | None]) -> list[str]:

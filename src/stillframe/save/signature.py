@@ -1,8 +1,9 @@
 """Whether the tensors of a later walk can be served by the plan of an earlier one.
 
-Most are known by their memory: the plan keeps that alive, so an equal address is the same memory.  A *loose* tensor,
-which is captured at every save, may be a new object every time: only its form counts, and which of the other loose
-ones it is tied to.
+Most are known by their memory.  In host memory the plan keeps that alive, so an equal address is the same memory.  Of
+an accelerator it keeps nothing: there another tensor of the same form may lie at the address, and is as good, since
+copies are made of what lies there at each save.  A *loose* tensor, which is captured at every save, may be a new object
+every time: only its form counts, and which of the other loose ones it is tied to.
 
 This runs on the training thread for every tensor at every save, so it compares whole lists, attribute by attribute:
 the loops are in C (10,000 tensors: 12 ms one by one, 5 ms like this).  Of a tensor that is the very same object it
@@ -11,8 +12,9 @@ looks only at what can have changed in place.
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Sequence
+import weakref
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -35,20 +37,34 @@ _BLOCK = 512
 
 
 class Signature:
-    """Of the tensors of one walk; ``kept`` are those that the plan holds on to, ``None`` for the others."""
+    """Of the tensors of one walk; ``kept`` are those that are expected to be the same objects, ``None`` for the others.
 
-    def __init__(self, forms: Forms, is_loose: Sequence[bool], kept: Sequence[torch.Tensor | None]) -> None:
+    Objects are known by their ids, and by weak references that tell when one is gone: they are not kept alive here.
+    ``is_volatile``: which are expected to change in forward; of their aliases only exact equals count.
+    """
+
+    def __init__(
+        self,
+        forms: Forms,
+        is_loose: Sequence[bool],
+        kept: Sequence[torch.Tensor | None],
+        is_volatile: Sequence[bool],
+    ) -> None:
         self._forms = forms.columns
         self._all_addresses = forms.addresses
         self._fixed = [index for index, loose in enumerate(is_loose) if not loose]
         self._addresses = _take(forms.addresses, self._fixed)
         self._loose = [index for index, loose in enumerate(is_loose) if loose and forms.nbytes[index]]
         self._ties = self._ties_among(forms.addresses)
+        self._apart = [index for index in self._loose if not is_volatile[index]]
+        self._places = sorted((address, index) for index, address in enumerate(forms.addresses) if forms.nbytes[index])
         is_known = [
             tensor is not None and not dtype.is_complex for tensor, dtype in zip(kept, forms.dtypes, strict=True)
         ]
         self._kept_indexes = [index for index, known in enumerate(is_known) if known]
-        self._kept_tensors = _take(kept, self._kept_indexes)
+        self._gone: list[object] = []
+        self._references = [weakref.ref(kept[index], self._gone.append) for index in self._kept_indexes]
+        self._kept_ids = [id(kept[index]) for index in self._kept_indexes]
         changeable = forms.dtypes, forms.shapes, forms.is_contiguous, forms.is_neg
         self._kept_forms = [_take(column, self._kept_indexes) for column in changeable]
         self._kept_addresses = _take(forms.addresses, self._kept_indexes)
@@ -67,12 +83,18 @@ class Signature:
             return False
         if not self._same_forms(tensors, addresses, is_unmoved):
             return False
-        return is_unmoved or self._ties_among(addresses) == self._ties
+        return is_unmoved or (self._ties_among(addresses) == self._ties and self._are_apart(tensors, addresses))
+
+    def moved(self, tensors: Sequence[torch.Tensor], among: Iterable[int]) -> list[int]:
+        """Which of these are other tensors than those that the plan was made of."""
+        return [index for index in among if tensors[index].data_ptr() != self._all_addresses[index]]
 
     def _same_forms(self, tensors: Sequence[torch.Tensor], addresses: list[int], is_unmoved: bool) -> bool:
         kept = _take(tensors, self._kept_indexes) if self._others else tensors
-        is_kept = all(map(operator.is_, kept, self._kept_tensors)) and (
-            is_unmoved or _take(addresses, self._kept_indexes) == self._kept_addresses
+        is_kept = (
+            not self._gone
+            and list(map(id, kept)) == self._kept_ids
+            and (is_unmoved or _take(addresses, self._kept_indexes) == self._kept_addresses)
         )
         if not is_kept:
             return _all_equal(FORM, tensors, self._forms)
@@ -81,6 +103,20 @@ class Signature:
             and list(map(torch.Tensor.stride, _take(tensors, self._strided))) == self._strides
             and _all_equal(FORM, _take(tensors, self._others), self._other_forms)
         )
+
+    def _are_apart(self, tensors: Sequence[torch.Tensor], addresses: list[int]) -> bool:
+        """Whether those of the loose tensors that have moved are views of nothing else that is stored."""
+        moved = {index for index in self._apart if addresses[index] != self._all_addresses[index]}
+        address_in: dict[int, int] = {}
+        for index in moved:
+            storage = tensors[index].untyped_storage()
+            start, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+            if address_in.setdefault(start, addresses[index]) != addresses[index]:
+                return False  # two views of one storage
+            for _, other in self._places[bisect_left(self._places, (start, 0)) : bisect_left(self._places, (end, 0))]:
+                if other not in moved:
+                    return False
+        return True
 
     def _ties_among(self, addresses: list[int]) -> list[int] | None:
         """For each loose tensor the first that is exactly the same; ``None`` if all are different."""

@@ -37,8 +37,18 @@ class Choice:
         return [each for each in self.leaves if each.entry.kind != "value"]
 
 
-def everything(stored: Stored) -> Choice:
-    return _choice(stored, stored.tree, ())
+def chosen(stored: Stored, is_everything: bool, below: str | None, is_any_rank: bool) -> Choice:
+    """Everything, or the weights.
+
+    ``is_any_rank``: of tensors that every rank stored for itself, take this rank's; else they are refused.  Of
+    everything, only those are refused that are parts of larger ones.
+    """
+    if not is_everything:
+        return weights(stored, below, is_any_rank)
+    found = _choice(stored, stored.tree, ())
+    if not is_any_rank:
+        _check_no_part(found)
+    return found
 
 
 def weights(stored: Stored, below: str | None, is_any_rank: bool) -> Choice:
@@ -58,6 +68,7 @@ def weights(stored: Stored, below: str | None, is_any_rank: bool) -> Choice:
     top, path = _descend(stored.tree, keys, below or "")
     chosen = _choice(stored, top, path)
     if not is_any_rank:
+        _check_no_part(chosen)
         _check_one_for_all(stored, chosen)
     return chosen
 
@@ -99,6 +110,16 @@ def _descend(top: Located, keys: Sequence[str], below: str) -> tuple[Located, tr
         found, top = known[key][0]
         path.append(found)
     return top, tuple(path)
+
+
+def _check_no_part(chosen: Choice) -> None:
+    """Refuse wrappers that are what one rank held of a larger tensor: they would be taken for all of it."""
+    for node in tree.nodes(chosen.top.node, tree.WrapperNode):
+        if node.part_of is not None and node.part_of.shape != node.shape:
+            raise ConfigError(
+                f"a {node.type} of shape {list(node.part_of.shape)} is divided over the ranks, and only its class "
+                "knows how to put the parts together: say whose part you want with --rank, or leave it out with --below"
+            )
 
 
 def _check_one_for_all(stored: Stored, chosen: Choice) -> None:

@@ -24,6 +24,7 @@ from stillframe.errors import DeadlineError, FormatError, NotFoundError, Unsuppo
 from stillframe.format import names
 from stillframe.state.torch_internals import load_everything_planner, load_without_ranks, set_element
 from stillframe.store import files
+from stillframe.untrusted import decode_json
 
 _DCP_INDEX = ".metadata"
 _MODEL = "model"
@@ -77,15 +78,15 @@ def _read_directory(source: Path) -> dict[str, torch.Tensor]:
     indexes = [source / name for name in entries if name.endswith(".safetensors.index.json")]
     parts = [source / name for name in entries if name.endswith(".safetensors")]
     if any(names.parse_step_dir(name) is not None for name in entries):
-        raise NotFoundError(f"{source} is a root of stillframe already: copy the directory")
+        raise NotFoundError(f"{source} is a root of stillframe already: copy the directory, or use `stillframe copy`")
     if len(indexes) > 1 or not parts:
         what = "more than one index" if indexes else f"no *.safetensors, and no {_DCP_INDEX} of DCP's"
         raise NotFoundError(f"there is nothing to import in {source}: {what}; give one file")
     named: dict[str, str] = {}
     if indexes:
         try:
-            named = msgspec.json.decode(files.read_file(indexes[0]), type=_Index).weight_map
-        except msgspec.MsgspecError as error:
+            named = decode_json(files.read_file(indexes[0]), _Index).weight_map
+        except ValueError as error:
             raise FormatError(f"{indexes[0]} cannot be read: {error}") from None
         if not named:
             raise FormatError(f"{indexes[0]} names no tensor")

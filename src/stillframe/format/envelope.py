@@ -18,8 +18,12 @@ import msgspec
 from stillframe.errors import FormatError, UnsupportedStateError, VersionError
 from stillframe.format import limits
 from stillframe.format.digest import digest, is_digest
+from stillframe.untrusted import decode_json
 
-Kind = Literal["seal", "manifest", "failure", "claim", "parent", "outcomes", "aside", "request", "answer"]
+Kind = Literal[
+    "seal", "manifest", "failure", "claim", "parent", "outcomes", "target", "tiers", "carrying", "aside",
+    "request", "answer"
+]  # fmt: skip
 TOO_LARGE = (
     "the {what} would take {size} bytes; the format allows {limit}: put large Python values in a tensor or an array"
 )
@@ -82,16 +86,16 @@ def unwrap(kind: Kind, data: bytes, into: type[_T], file: str) -> tuple[_T, str,
     if len(data) > limit(kind):
         raise FormatError(f"{file}: {len(data)} bytes are more than the format allows")
     try:
-        peek = msgspec.json.decode(data, type=_Peek)
+        peek = decode_json(data, _Peek)
         _check_version(peek.stillframe, file)
         if peek.kind != kind:
             raise FormatError(f"{file} is a {peek.kind!r}, not a {kind}")
-        envelope = msgspec.json.decode(data, type=_Envelope)
+        envelope = decode_json(data, _Envelope)
         if digest(bytes(envelope.body)) != envelope.xxh3_128:
             raise FormatError(f"{file} is damaged: its checksum does not match")
         brief = b"" if isinstance(envelope.brief, msgspec.UnsetType) else bytes(envelope.brief)
-        return msgspec.json.decode(envelope.body, type=into), envelope.xxh3_128, brief
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        return decode_json(envelope.body, into), envelope.xxh3_128, brief
+    except ValueError as error:
         raise FormatError(f"{file} cannot be read: {error}") from None
 
 
@@ -114,10 +118,10 @@ def unwrap_head(kind: Kind, data: bytes, into: type[_T], file: str) -> tuple[_T,
     if found is None:
         return None
     try:
-        head = msgspec.json.decode(data[: found.start()] + b"}", type=_Head)
+        head = decode_json(data[: found.start()] + b"}", _Head)
         _check_version(head.stillframe, file)
         if head.kind != kind or not is_digest(head.xxh3_128):
             return None
-        return msgspec.json.decode(head.brief, type=into), head.xxh3_128
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, FormatError):
+        return decode_json(head.brief, into), head.xxh3_128
+    except (ValueError, FormatError):
         return None

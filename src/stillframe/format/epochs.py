@@ -11,8 +11,8 @@ from stillframe.errors import FormatError
 from stillframe.format import limits
 from stillframe.format.envelope import Record, unwrap, wrap
 from stillframe.format.records import check_id, naming
-from stillframe.lineage import Row
-from stillframe.model import SaveId
+from stillframe.lineage import Branch, Row
+from stillframe.model import MAX_STEP, SaveId
 
 Reason = Literal["pruned", "removed", "left over", "quarantined"]
 
@@ -38,6 +38,14 @@ class Parent(Record, frozen=True):
     parent: SaveId | None
     lineage: list[Row] = msgspec.field(default_factory=list)
     """The epochs before, the newest first, and how far each counts."""
+    is_by_hand: bool = False
+    """Somebody has removed saves, and nothing was saved: all of the epoch before counts, also what comes later."""
+
+    @property
+    def branch(self) -> Branch:
+        if not self.is_by_hand or self.parent is None:
+            return Branch(self.epoch, tuple(self.lineage), self.parent)
+        return Branch(self.epoch, (Row(self.parent.epoch, MAX_STEP), *self.lineage[1:]))
 
 
 class Outcome(Record, frozen=True):
@@ -55,6 +63,55 @@ class Outcomes(Record, frozen=True):
 
     epoch: int
     ended: list[Outcome]
+
+
+class Target(Record, frozen=True):
+    """Rank 0's word to the others, in a tier: what is being carried there.  A hint: it may be old."""
+
+    run: str
+    """That carries it."""
+    save: SaveId | None
+    """``None``: nothing, for now."""
+    waiting: SaveId | None = None
+    """What comes next."""
+    considered: SaveId | None = None
+    """The newest save of which it was known by then whether it is carried."""
+
+
+class TierNote(Record, frozen=True):
+    """A tier as people may know of it: nothing that is secret."""
+
+    root: str
+    every: str
+    """``100 steps``, or ``600 s``."""
+    keep: str
+    """As :func:`stillframe.retention.encode_policy` writes it."""
+    limit: float
+    """In bytes a second, of each rank; 0: there is none."""
+
+
+class TierNotes(Record, frozen=True):
+    """Where else the run that has this root carries its checkpoints.  A hint: it may be lost, or be old."""
+
+    run: str
+    tiers: list[TierNote]
+
+
+class Carried(Record, frozen=True):
+    """What must stay in a root for one tier."""
+
+    root: str
+    """Of the tier."""
+    save: SaveId | None
+    """What is being carried there."""
+    waiting: SaveId | None
+    """What comes next."""
+
+
+class Carrying(Record, frozen=True):
+    """What a keeper carries from its root: for the next one, which may save before it has reached the tiers."""
+
+    tiers: list[Carried]
 
 
 class Aside(Record, frozen=True):
@@ -116,6 +173,18 @@ def encode_outcomes(outcomes: Outcomes) -> bytes:
     return wrap("outcomes", outcomes)[0]
 
 
+def encode_target(target: Target) -> bytes:
+    return wrap("target", target)[0]
+
+
+def encode_tiers(tiers: TierNotes) -> bytes:
+    return wrap("tiers", tiers)[0]
+
+
+def encode_carrying(carrying: Carrying) -> bytes:
+    return wrap("carrying", carrying)[0]
+
+
 def encode_aside(aside: Aside) -> bytes:
     return wrap("aside", aside)[0]
 
@@ -151,6 +220,34 @@ def decode_parent(data: bytes, *, file: str) -> Parent:
 
 def decode_outcomes(data: bytes, *, file: str) -> Outcomes:
     return unwrap("outcomes", data, Outcomes, file)[0]
+
+
+def decode_target(data: bytes, *, file: str) -> Target:
+    found = unwrap("target", data, Target, file)[0]
+    with naming(file):
+        for save in (found.save, found.waiting, found.considered):
+            if save is not None:
+                check_id(save)
+    return found
+
+
+def decode_tiers(data: bytes, *, file: str) -> TierNotes:
+    found = unwrap("tiers", data, TierNotes, file)[0]
+    with naming(file):
+        if len(found.tiers) > limits.MAX_TIERS:
+            raise FormatError(f"{len(found.tiers)} tiers are more than the format allows")
+    return found
+
+
+def decode_carrying(data: bytes, *, file: str) -> Carrying:
+    found = unwrap("carrying", data, Carrying, file)[0]
+    with naming(file):
+        if len(found.tiers) > limits.MAX_TIERS:
+            raise FormatError(f"{len(found.tiers)} tiers are more than the format allows")
+        for save in itertools.chain.from_iterable((each.save, each.waiting) for each in found.tiers):
+            if save is not None:
+                check_id(save)
+    return found
 
 
 def decode_aside(data: bytes, *, file: str) -> Aside:

@@ -3,7 +3,8 @@
     <root>/run/events/rank-00000-<run>.jsonl
 
 Written by the keeper, beside its work: a line for each save when it is over, one for the updates since the save
-before, one a second while bytes are on their way.  Times are seconds of the Unix epoch by the writer's clock.
+before, one a second while bytes are on their way, one when a step is whole in a tier.  Times are seconds of the Unix
+epoch by the writer's clock.
 
 Promise: events tell about checkpoints and decide nothing.  They are not made durable, a line that cannot be written
 is lost, and one that cannot be read is passed over.  At ``MAX_BYTES`` a file is rotated to
@@ -77,6 +78,28 @@ class Restore(_Event, frozen=True):
     """Damaged steps."""
 
 
+class Carried(_Event, frozen=True):
+    """A step is committed in a tier, and this rank had a part in that."""
+
+    root: str
+    """Of the tier."""
+    step: int
+    bytes: int
+    """That this rank has sent; what was there already is not counted."""
+    seconds: float
+    """Since it was chosen, or this rank heard of it."""
+
+
+class TierTrouble(_Event, frozen=True, tag="tier"):
+    """A tier begins to fail, or is well again."""
+
+    root: str
+    error: str = ""
+    """Empty: it is well again."""
+    is_over: bool = False
+    """Nothing more is carried there by this run."""
+
+
 class InFlight(msgspec.Struct, frozen=True):
     """A save on its way."""
 
@@ -104,7 +127,7 @@ class End(_Event, frozen=True):
     """The trainer said so; else it was gone."""
 
 
-Event = Union[KeeperStarted, Save, Updates, Restore, SavesInFlight, End]  # noqa: UP007
+Event = Union[KeeperStarted, Save, Updates, Restore, Carried, TierTrouble, SavesInFlight, End]  # noqa: UP007
 _decoder = msgspec.json.Decoder(Event)
 
 

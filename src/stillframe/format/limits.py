@@ -17,5 +17,6 @@ MAX_DEPTH = 100
 MAX_DIMENSIONS = 64
 MAX_RANKS = 100_000
 MAX_LINEAGE_ROWS = 10_000
+MAX_TIERS = 8
 MAX_NOTE_BYTES = 4 * MIB
 """Of the small files: claims, parents, outcomes, tombstones."""

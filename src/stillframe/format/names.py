@@ -4,6 +4,9 @@
     run/e0007/parent.json                      what it goes on from
     run/e0007/outcomes.json                    how its last saves ended
     run/seen-0007                              empty: put by a writer before it lists the epochs
+    run/target.json                            in a tier: which save is being carried there
+    run/tiers.json                             which tiers the run has
+    run/carrying-00003.json                    what a rank's keeper carries to them
     run/request-0123abcd.json                  what somebody asks of the run
     run/answer-0123abcd.json                   what has come of it
     run/rank-00003.lock                        a rank's lock
@@ -32,6 +35,8 @@ PIN = "pin.json"
 LABEL = "label.json"
 LATEST = "latest"
 RUN = "run"
+TARGET = "run/target.json"
+TIERS = "run/tiers.json"
 MAX_EPOCH = 9_999_999
 MAX_ATTEMPT = 9_999
 
@@ -46,6 +51,7 @@ _RANK_FILE = re.compile(
 )
 _RUN_FILE = re.compile(rf"rank-(\d{{5}})\.(lock|spare)({_UNFINISHED})?", re.ASCII)
 _SAVE_FILE = re.compile(rf"(manifest|aside|pin|label)\.json({_UNFINISHED})?", re.ASCII)
+_CARRYING = re.compile(r"carrying-\d{5}\.json", re.ASCII)
 _ASKED = re.compile(r"(request|answer)-([0-9a-f]{8})\.json", re.ASCII)
 _LABEL = re.compile(r"label-(\d{12}-e\d{4,7}-[1-9]\d{0,3})\.partial", re.ASCII)
 _PARTIAL = re.compile(rf"{_UNFINISHED}\Z", re.ASCII)
@@ -158,6 +164,15 @@ def parse_asked(name: str) -> tuple[Literal["request", "answer"], str] | None:
 
 def lock(rank: int) -> str:
     return f"{RUN}/rank-{rank:05d}.lock"
+
+
+def carrying(rank: int) -> str:
+    return f"{RUN}/carrying-{rank:05d}.json"
+
+
+def is_carrying(name: str) -> bool:
+    """Of a name in ``run/``."""
+    return _CARRYING.fullmatch(name) is not None
 
 
 def spare(rank: int) -> str:

@@ -15,6 +15,7 @@ from stillframe.format.envelope import TOO_LARGE, Record, unwrap, unwrap_head, w
 from stillframe.format.segment import Shard, check_shards
 from stillframe.format.tree import Node, check_tree
 from stillframe.model import BLOCK_BYTES, SaveId
+from stillframe.untrusted import decode_json
 
 HEAD_BYTES = 4096, 64 * 1024
 """A seal's brief lies within the first of these, or, if it names many teams, within the second."""
@@ -200,8 +201,8 @@ def decode_seal(data: bytes, *, file: str) -> tuple[Seal, str]:
     with naming(file):
         _check_seal(seal)
         try:
-            is_right = msgspec.json.decode(brief, type=SealBrief) == seal.brief
-        except (msgspec.MsgspecError, UnicodeDecodeError):
+            is_right = decode_json(brief, SealBrief) == seal.brief
+        except ValueError:
             is_right = False
         if not is_right:
             raise FormatError("brief and body differ")

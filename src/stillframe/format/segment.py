@@ -26,7 +26,9 @@ ITEM_BYTES = {
     "F32": 4, "I32": 4, "U32": 4,
     "F16": 2, "BF16": 2, "I16": 2, "U16": 2,
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E4M3FNUZ": 1, "F8_E5M2FNUZ": 1,
+    "F8_E8M0": 1, "F4": 1,
 }  # fmt: skip
+"""An item of ``F4`` is a byte with two numbers, as in torch; safetensors counts the numbers (:func:`file_shape`)."""
 
 
 NUMPY_DTYPES = {
@@ -72,7 +74,7 @@ def encode_header(shards: Sequence[Shard], about: dict[str, str]) -> bytes:
     for shard in shards:
         entries[shard.name] = {
             "dtype": shard.dtype,
-            "shape": shard.shape,
+            "shape": file_shape(shard.dtype, shard.shape),
             "data_offsets": (shard.start, shard.end),
         }
     text = msgspec.json.encode(entries)
@@ -83,6 +85,14 @@ def encode_header(shards: Sequence[Shard], about: dict[str, str]) -> bytes:
             f"a safetensors header holds at most {limits.MAX_HEADER_BYTES}: shorten names or stack small tensors"
         )
     return struct.pack("<Q", size - 8) + text.ljust(size - 8)
+
+
+def file_shape(dtype: str, shape: Sequence[int]) -> tuple[int, ...]:
+    """The shape that safetensors writes."""
+    if dtype != "F4":
+        return tuple(shape)
+    *rows, last = shape or (1,)
+    return (*rows, 2 * last)
 
 
 def check_shards(shards: Sequence[Shard], data_bytes: int) -> None:

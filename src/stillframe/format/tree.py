@@ -116,13 +116,47 @@ class ValueNode(_Node, frozen=True, tag="value"):
     value: int
 
 
-Node = Union[DictNode, ListNode, TupleNode, ObjectNode, LeafNode, TensorNode, ShardedNode, ArrayNode, ValueNode]  # noqa: UP007
+class PartBox(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A box of a tensor, and where it begins in what the rank held of it."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    local: tuple[int, ...]
+
+
+class PartOf(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Which boxes of a tensor of this shape a wrapper is."""
+
+    shape: tuple[int, ...]
+    boxes: list[PartBox]
+
+
+class WrapperNode(_Node, frozen=True, tag="wrapper"):
+    """A tensor that wraps others (``__tensor_flatten__``): ``items`` are these, under ``names``.
+
+    ``type`` is its class, which is never imported; ``dtype`` and ``shape`` are what the class shows to the outside.
+    """
+
+    type: str
+    dtype: str
+    shape: tuple[int, ...]
+    names: list[str]
+    items: list[Node]
+    context: Any = None
+    """What else ``__tensor_flatten__`` gave, encoded; it is compared, and need not be decodable."""
+    part_of: PartOf | None = None
+    """It is what one rank held of a DTensor."""
+
+
+Node = Union[  # noqa: UP007
+    DictNode, ListNode, TupleNode, ObjectNode, LeafNode, TensorNode, ShardedNode, ArrayNode, ValueNode, WrapperNode
+]
 
 
 _Kind = TypeVar("_Kind")
 
 # Tuples made once: a union in a call of isinstance is made anew each time, which takes longer than the call.
-_WITH_ITEMS = (DictNode, ListNode, TupleNode)
+_WITH_ITEMS = (DictNode, ListNode, TupleNode, WrapperNode)
 _WITH_ITEM = (ObjectNode, LeafNode)
 _LEAVES = (TensorNode, ShardedNode, ArrayNode, ValueNode)
 TENSORS = (TensorNode, ShardedNode)
@@ -175,6 +209,8 @@ def _check_node(node: Node, shards: Sequence[Shard], values: Sequence[Any]) -> N
             raise FormatError(f"the tree names value {node.value} of {len(values)}")
     elif isinstance(node, ShardedNode):
         _check_sharded(node)
+    elif isinstance(node, WrapperNode):
+        _check_wrapper(node)
     elif isinstance(node, TensorNode | ArrayNode):
         if not 0 <= node.shard < len(shards):
             raise FormatError(f"the tree names shard {node.shard} of {len(shards)}")
@@ -215,6 +251,19 @@ def _check_sharded(node: ShardedNode) -> None:
         raise FormatError(f"tensor {node.tensor!r} has an impossible shape {node.shape}")
     for box in node.boxes:
         check_box(node.shape, box.offset, box.shape, node.tensor)
+
+
+def _check_wrapper(node: WrapperNode) -> None:
+    if len(node.names) != len(node.items) or len(set(node.names)) != len(node.names):
+        raise FormatError(f"a {node.type} has not one name for each of its tensors")
+    if not all(isinstance(item, (*TENSORS, WrapperNode)) for item in node.items):
+        raise FormatError(f"a {node.type} holds something that is no tensor")
+    check_box(node.shape, (0,) * len(node.shape), node.shape, node.type)
+    part = node.part_of or PartOf(node.shape, [])
+    for box in part.boxes:
+        check_box(part.shape, box.offset, box.shape, node.type)
+        check_box(node.shape, box.local, box.shape, node.type)
+    _check_depth([node.context])
 
 
 def _check_depth(values: Sequence[Any]) -> None:

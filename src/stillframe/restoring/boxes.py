@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -28,10 +28,17 @@ class BoxReader:
     Raises: :class:`NotFoundError`, :class:`IntegrityError`, :class:`VersionError`.
     """
 
-    def __init__(self, root: str | os.PathLike[str], step: int | None = None, *, rank: int = 0) -> None:
-        self._checkpoint = Catalog(root).open(step)
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        step: int | None = None,
+        *,
+        rank: int = 0,
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._checkpoint = Catalog(root, storage_options=storage_options).open(step)
         try:
-            self.step = self._checkpoint.step
+            self.step, self.save = self._checkpoint.step, self._checkpoint.save
             ranks = self._checkpoint.ranks
             is_here = rank in ranks or rank % self._checkpoint.world_size in ranks
             self._stored = Stored(self._checkpoint, rank if is_here else ranks[0], is_merged=True)

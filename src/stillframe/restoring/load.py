@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
+import msgspec
 import torch
 
 from stillframe.checkpoint.catalog import Catalog, Checkpoint
@@ -50,6 +51,8 @@ class Builder:
             return None if item is None else self.decoded(node, item)
         if isinstance(node, tree.DictNode):
             return self._dict(located, node, path)
+        if isinstance(node, tree.WrapperNode):
+            return self._wrapper(located, node, path)
         return self._list(located, list if isinstance(node, tree.ListNode) else tuple, path)
 
     def whole(self, located: Located, path: tree.Path = ()) -> Later:
@@ -97,6 +100,22 @@ class Builder:
             return None
         return lambda: kind(None if row is None else row() for row in rows)
 
+    def _wrapper(self, located: Located, node: tree.WrapperNode, path: tree.Path) -> Later | None:
+        """Its inner tensors and what was recorded with them, unless somebody gave a live one."""
+        if path in self.given:
+            given = self.given[path]
+            return lambda: given
+        named = zip(node.names, located.children, strict=True)
+        found = [(name, self.build(item, (*path, name))) for name, item in named]
+        rows = [(name, later) for name, later in found if later is not None]
+        if not rows:
+            return None
+        about = {"wrapper": node.type, "dtype": node.dtype, "shape": node.shape, "context": node.context}
+        if node.part_of is not None:
+            boxes = [msgspec.structs.asdict(box) for box in node.part_of.boxes]
+            about["part_of"] = {"shape": node.part_of.shape, "boxes": boxes}
+        return lambda: {**about, "tensors": {name: later() for name, later in rows}}
+
     def _leaf(self, leaf: Located, path: tree.Path) -> Later:
         if isinstance(leaf.node, tree.ArrayNode):
             return self.array(leaf)
@@ -119,36 +138,60 @@ def has_live_parts(node: tree.Node) -> bool:
     """Whether a stored tree holds tensors or objects, which are restored into live counterparts."""
     if isinstance(node, tree.DictNode | tree.ListNode | tree.TupleNode):
         return any(map(has_live_parts, node.items))
-    return isinstance(node, tree.TensorNode | tree.ShardedNode | tree.ObjectNode)
+    return isinstance(node, tree.TensorNode | tree.ShardedNode | tree.ObjectNode | tree.WrapperNode)
 
 
 def load(
     root: str | os.PathLike[str],
-    step: int | SaveId | None = None,
+    step: int | None = None,
     *,
     only: str | Sequence[str] | None = None,
     rank: int = 0,
-    merge: bool = True,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> Any:
     """The state of a step (the newest if none is given), verified, on the CPU, with no live objects.
-
-    ``step`` may also be a ``SaveId``: exactly that save, on the branch or not.
 
     An object that had a ``state_dict`` comes back as that dict.  ``only`` names the parts wanted, by path
     (``"model"``, ``"optimizer/state/0"``) or pattern (``"model/*.bias"``): only their chunks are read; an
     item of a list that is not wanted comes back as ``None``.
 
     A checkpoint of several ranks comes back as one state, in which sharded tensors are assembled.  Where each rank
-    stored a value of its own (RNG state, a plain tensor), that of ``rank`` is taken.  ``merge=False``: only what that
-    rank saved.
+    stored a value of its own (RNG state, a plain tensor), that of ``rank`` is taken.
+
+    A tensor that wraps others (a quantised weight) comes back as a dict: ``wrapper`` (the name of its class),
+    ``dtype``, ``shape``, ``context`` (as stored) and ``tensors`` (its inner tensors by name).  Of a DTensor of such, it
+    is what ``rank`` held, and ``part_of`` says which boxes of it these are.
 
     Blocks until everything is read.
     Raises: :class:`NotFoundError`, :class:`IntegrityError`, :class:`VersionError`.
     """
+    return _load(Catalog(root, storage_options=storage_options), step, only, rank, is_merged=True)
+
+
+def load_rank(
+    root: str | os.PathLike[str],
+    save: int | SaveId,
+    rank: int,
+    *,
+    only: str | Sequence[str] | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+) -> Any:
+    """As :func:`load`, only what this rank saved.  A ``SaveId``: exactly that save, on the branch or not."""
+    return _load(Catalog(root, storage_options=storage_options), save, only, rank, is_merged=False)
+
+
+def _load(
+    catalog: Catalog,
+    step: int | SaveId | None,
+    only: str | Sequence[str] | None,
+    rank: int,
+    *,
+    is_merged: bool,
+) -> Any:
     patterns = None if only is None else (only,) if isinstance(only, str) else tuple(only)
 
     def read(checkpoint: Checkpoint) -> Any:
-        stored = Stored(checkpoint, _seen_by(checkpoint, rank), is_merged=merge)
+        stored = Stored(checkpoint, _seen_by(checkpoint, rank), is_merged=is_merged)
         placement = Placement(stored)
         builder = Builder(stored, placement, patterns)
         later = builder.build(stored.tree)
@@ -158,7 +201,7 @@ def load(
         placement.fill()
         return later()
 
-    return read_while_it_is_there(Catalog(root), step, read)
+    return read_while_it_is_there(catalog, step, read)
 
 
 def _seen_by(checkpoint: Checkpoint, rank: int) -> int:

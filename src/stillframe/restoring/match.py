@@ -16,6 +16,9 @@ from stillframe.restoring.findings import Findings, form_text, kind_text
 from stillframe.restoring.load import Builder, Later, has_live_parts
 from stillframe.restoring.match_objects import Objects
 from stillframe.restoring.place import Placement
+from stillframe.restoring.selection import Selection
+from stillframe.restoring.state_dicts import StateDicts
+from stillframe.restoring.wrappers import Wrappers
 from stillframe.state.dtypes import is_array
 from stillframe.state.train_state import TrainState
 from stillframe.state.walk import is_stateful
@@ -24,11 +27,14 @@ from stillframe.state.walk import is_stateful
 class Match:
     """Thread: the caller's."""
 
-    def __init__(self, stored: Stored, state: Any) -> None:
+    def __init__(self, stored: Stored, state: Any, selection: Selection) -> None:
         self.findings = Findings()
         self.placement = Placement(stored)
+        self._selection = selection
         self._builder = Builder(stored, self.placement)
-        self._objects = Objects(self.findings, self.placement, self._builder, self._match)
+        self._wrappers = Wrappers(self.findings, self.placement)
+        self._state_dicts = StateDicts(self.findings, self.placement, self._builder, self._wrappers, selection)
+        self._objects = Objects(self.findings, self._builder, self._state_dicts, selection, self._match)
         self._apply = self._match(stored.tree, state, (), False)
         self.findings.mismatched += self.placement.conflicts()
 
@@ -42,6 +48,8 @@ class Match:
         ``is_settable``: its container can be given another value.
         """
         node = located.node
+        if self._selection.of_stored(located, path) == "none":
+            return lambda: live
         if isinstance(node, tree.LeafNode):
             return self._set(located, live, path, is_settable)
         if isinstance(live, TrainState):
@@ -50,6 +58,9 @@ class Match:
             return self._objects.object(located, live, path)
         if isinstance(node, tree.ObjectNode):
             return self._match(located.content, live, path, is_settable)
+        if isinstance(node, tree.WrapperNode):
+            self._wrappers.place(located, live, path)
+            return lambda: live
         if located.is_tensor:
             return self._tensor(located, live, path)
         if isinstance(node, tree.ArrayNode):
@@ -65,9 +76,14 @@ class Match:
         self.findings.differ(path, kind_text(node), live)
         return lambda: live
 
+    def _is_chosen(self, live: Any, path: tree.Path) -> bool:
+        """Whether anything is chosen of what the state has here, and the checkpoint does not."""
+        return self._selection.of_live(live, path) != "none"
+
     def _set(self, located: Located, live: Any, path: tree.Path, is_settable: bool) -> Later:
         """A value that takes the place of ``live``; a list is put into the same list object."""
-        later = self._builder.whole(located, path)
+        is_whole = self._selection.of_stored(located, path) == "all"
+        later = self._builder.whole(located, path) if is_whole else self._state_dicts.make(located, live, path)
         node = located.node
         is_list = isinstance(node, tree.ListNode) or (
             isinstance(node, tree.ValueNode) and isinstance(self._builder.value(located), list)
@@ -109,16 +125,19 @@ class Match:
 
     def _dict(self, located: Located, live: dict[Any, Any], path: tree.Path) -> Later:
         stored = dict(self._builder.items(located))
-        gone = [key for key in live if key not in stored]
+        gone = [key for key in live if key not in stored and self._is_chosen(live[key], (*path, key))]
         is_plain = _is_plain(located.node, live)
         if not is_plain:
             self.findings.miss(path, gone)
         items: list[tuple[Any, Later]] = []
         for key, item in stored.items():
+            here = (*path, key)
             if key in live:
-                items.append((key, self._match(item, live[key], (*path, key), True)))
+                items.append((key, self._match(item, live[key], here, True)))
+            elif self._selection.of_stored(item, here) == "none":
+                continue
             elif is_plain:
-                items.append((key, self._builder.whole(item, (*path, key))))
+                items.append((key, self._state_dicts.make(item, None, here)))
             elif not item.is_partial:  # else it is for other ranks to restore
                 self.findings.not_expect(path, [key])
 
@@ -136,8 +155,17 @@ class Match:
         if len(live) != len(children) and _is_plain(located.node, live):
             return self._set(located, live, path, True)
         both = min(len(live), len(children))
-        self.findings.miss(path, range(both, len(live)))
-        self.findings.not_expect(path, range(both, len(children)))
+        self.findings.miss(
+            path, [index for index in range(both, len(live)) if self._is_chosen(live[index], (*path, index))]
+        )
+        self.findings.not_expect(
+            path,
+            [
+                index
+                for index in range(both, len(children))
+                if self._selection.of_stored(children[index], (*path, index)) != "none"
+            ],
+        )
         items = [self._match(children[index], live[index], (*path, index), True) for index in range(both)]
 
         def apply() -> Any:

@@ -12,22 +12,23 @@ import ctypes
 import itertools
 import math
 import mmap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from stillframe.checkpoint.catalog import Checkpoint
 from stillframe.checkpoint.read import read_chunks
 from stillframe.checkpoint.stored import Located, Stored, StoredBox
-from stillframe.errors import FormatError, MismatchError
+from stillframe.errors import FormatError, MismatchError, UnsupportedStateError
 from stillframe.format import tree
+from stillframe.format.segment import ITEM_BYTES
 from stillframe.state.boxes import Box
-from stillframe.state.dtypes import DTYPES
+from stillframe.state.dtypes import DTYPES, PLAIN_TENSORS
 from stillframe.state.memory import byte_extent, is_plain, row_slices
 from stillframe.state.spread import boxes_of
 from stillframe.state.torch_internals import is_dtensor, local_of
+from stillframe.state.wrappers import is_wrapper
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,8 @@ class Placement:
     def __init__(self, stored: Stored) -> None:
         self._stored = stored
         self._boxes: dict[tuple[int, int], list[_ShardBox]] = {}
+        self._shards: dict[tuple[int, int], StoredBox] = {}
+        """Those that boxes are taken from."""
         self._detours: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._fresh: dict[object, tuple[Located, torch.Tensor]] = {}
         self._taken: dict[tuple[torch.device, int], list[tuple[int, int, Any, str]]] = {}
@@ -71,8 +74,10 @@ class Placement:
         return _dtype(dtype), shape
 
     def fits(self, leaf: Located, live: Any) -> bool:
-        """Whether ``live`` is a tensor of the stored one's dtype and shape."""
-        return isinstance(live, torch.Tensor) and (live.dtype, tuple(live.shape)) == self.form(leaf)
+        """Whether ``live`` is a tensor of the stored one's dtype and shape, with memory of its own."""
+        if not isinstance(live, torch.Tensor) or live.is_nested or not _has_memory(local_of(live)):
+            return False
+        return (live.dtype, tuple(live.shape)) == self.form(leaf)
 
     def device_type(self, leaf: Located) -> str:
         return self._stored.device_type(leaf)
@@ -112,6 +117,7 @@ class Placement:
             target = Box((), shape, in_box).of(into)
             first = _flat(in_shard, stored.shape)
             last = _flat([at + size - 1 for at, size in zip(in_shard, shape, strict=True)], stored.shape)
+            self._shards[stored.rank, stored.shard] = stored
             noted = self._boxes.setdefault((stored.rank, stored.shard), [])
             noted.append(_ShardBox(in_shard, shape, target, first, last + 1))
 
@@ -171,25 +177,33 @@ class Placement:
     def fill(self, on_bytes: Callable[[int], None] = lambda _count: None) -> None:
         """Read, verify and place; ``on_bytes`` is called from several threads with the size of each chunk read.
 
+        Of an accelerator, all that is queued on its streams comes before, and what is queued next comes after: the
+        reading threads compute on other streams than the one that trains.
+
         Blocks.  Raises: :class:`IntegrityError`.
         """
         checkpoint = self._stored.checkpoint
+        devices = {box.into.device for boxes in self._boxes.values() for box in boxes}
+        devices |= {into.device for _, into in self._detours}
 
         def place(rank: int, shards: Sequence[int], start: int, end: int, buffer: mmap.mmap) -> None:
             self._place(rank, shards, start, end, buffer)
             on_bytes(end - start)
 
         with torch.no_grad():
-            read_chunks(checkpoint, self._chunks(checkpoint), place)
+            _synchronize(devices)
+            read_chunks(checkpoint, self._chunks(), place)
+            _synchronize(devices)
             for source, into in self._detours:
                 into.copy_(source.as_strided(into.shape, source.stride(), source.storage_offset()))
+            if self._detours:
+                _synchronize(devices)
 
-    def _chunks(self, checkpoint: Checkpoint) -> set[tuple[int, int]]:
+    def _chunks(self) -> set[tuple[int, int]]:
         """(rank, chunk) of everything that is wanted."""
         chunks: set[tuple[int, int]] = set()
         for (rank, number), boxes in self._boxes.items():
-            seal = checkpoint.of(rank).seal
-            shard, chunk_bytes = seal.shards[number], seal.segment.chunk_bytes
+            shard, chunk_bytes = self._shards[rank, number], self._stored.chunk_bytes(rank)
             for box in boxes:
                 if box.into.numel():
                     item_bytes = box.into.element_size()
@@ -201,10 +215,11 @@ class Placement:
     def _place(self, rank: int, shards: Sequence[int], start: int, end: int, buffer: mmap.mmap) -> None:
         """Copy one chunk's bytes into every tensor that has bytes in it.  Thread: a reading one."""
         memory = torch.frombuffer(buffer, dtype=torch.uint8)
-        seal = self._stored.checkpoint.of(rank).seal
         for number in shards:
-            shard = seal.shards[number]
-            for box in self._boxes.get((rank, number), ()):
+            shard = self._shards.get((rank, number))
+            if shard is None:
+                continue
+            for box in self._boxes[rank, number]:
                 item_bytes = box.into.element_size()
                 begin = max(shard.start + box.first * item_bytes, start)
                 until = min(shard.start + box.end * item_bytes, end)
@@ -215,6 +230,24 @@ class Placement:
                         _put(data, box.into, begin - shard.start - box.first * item_bytes)
                     else:
                         _scatter(data.view(box.into.dtype), at, shard.shape, box.offset, box.into)
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    if type(tensor) in PLAIN_TENSORS:
+        return True
+    if is_wrapper(tensor):
+        return False
+    try:
+        tensor.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):
+        return False
+    return True
+
+
+def _synchronize(devices: Iterable[torch.device]) -> None:
+    for device in devices:
+        if device.type not in ("cpu", "meta"):
+            torch.accelerator.synchronize(device)
 
 
 def _overlaps(
@@ -319,6 +352,10 @@ def _strided(base: torch.Tensor, view: tree.View) -> torch.Tensor:
 
 def _dtype(name: str) -> torch.dtype:
     dtype = DTYPES.get(name)
+    if dtype is None and name in ITEM_BYTES:
+        raise UnsupportedStateError(
+            f"a tensor is stored as {name}, a dtype that torch {torch.__version__} does not have: use a newer torch"
+        )
     if dtype is None:
         raise FormatError(f"{name!r} is not a dtype that this stillframe knows")
     return dtype

@@ -1,8 +1,8 @@
 """Restoring on every rank at once: the same step everywhere, or nowhere.
 
-Ranks agree three times for each step they try: which step it is, that it fits the live state on every rank, and that
-every byte was read and verified.  Nothing is touched before the second.  If one rank finds damage, all ranks try the
-next older step.  Nothing is written: what is damaged is passed over, and reported.
+Ranks agree four times for each step they try: which step it is, that it fits the live state on every rank, that every
+byte was read and verified, and that every object took its state.  Nothing is touched before the second.  If one rank
+finds damage, all ranks try the next older step.  Nothing is written: what is damaged is passed over, and reported.
 """
 
 from __future__ import annotations
@@ -12,18 +12,32 @@ import logging
 import os
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
 
-from stillframe.checkpoint.catalog import Catalog
+from stillframe.checkpoint.catalog import Catalog, Checkpoint
 from stillframe.checkpoint.stored import Stored
-from stillframe.errors import IntegrityError, MismatchError, NotFoundError, StorageError
-from stillframe.model import RestoreReport, SaveId, SkippedStep, check_deadline, check_step
-from stillframe.ranks.agreement import resolve_root
+from stillframe.errors import (
+    ConfigError,
+    IntegrityError,
+    MismatchError,
+    NotFoundError,
+    StateError,
+    StillframeError,
+    StorageError,
+    text_of,
+)
+from stillframe.model import RestoreReport, SaveId, SkippedStep, check_deadline
+from stillframe.ranks.agreement import open_tiers, resolve_root
 from stillframe.ranks.group import Answer, Group, check_same, join_group
+from stillframe.restoring.findings import warn_of_rest
 from stillframe.restoring.match import Match
+from stillframe.restoring.selection import Selection, Wanted
+from stillframe.restoring.sources import Sources
+from stillframe.tiers import Tier
 from stillframe.units import format_ranks
 
 logger = logging.getLogger("stillframe")
@@ -35,34 +49,43 @@ def restore(
     step: int | None = None,
     *,
     strict: bool = True,
+    only: str | Sequence[str] | None = None,
+    exclude: str | Sequence[str] | None = None,
     rank: int | None = None,
     world_size: int | None = None,
     shared: bool | None = None,
     deadline_s: float = 600.0,
-) -> int | None:
+    storage_options: Mapping[str, Any] | None = None,
+    tiers: Sequence[Tier] = (),
+) -> RestoreReport:
     """Put a checkpoint into the live objects of ``state``, as ``Checkpointer.restore`` does, for those who only read.
 
     Writes nothing, waits for nobody, and starts no process: an evaluation can use it beside a running trainer.  If
     retention removes the newest step meanwhile, the next newest is taken.  The ranks of torch.distributed restore
     together, if it is initialised; give ``rank=0, world_size=1`` to restore alone.
 
+    ``tiers``: where else it may lie, as for a ``Checkpointer``.
+
     Blocks until done.  Raises: as :meth:`Checkpointer.restore`.
     """
     group = join_group(rank, world_size, check_deadline(deadline_s))
-    catalog = resolve_root(root, shared, group)
-    save = Resume(catalog, group, state, None if step is None else check_step(step), strict).run(lambda: None)
-    return None if save is None else save.step
+    catalog = resolve_root(root, shared, group, storage_options)
+    resume = Resume(catalog, group, state, Wanted.given(step, strict, only, exclude), open_tiers(tiers, catalog))
+    resume.run(lambda: None)
+    warn_of_rest(resume.report)
+    return resume.report
 
 
 class _Offer(msgspec.Struct, frozen=True):
-    """What a rank brings to the choice: the step asked for, and the checkpoints it sees in its root."""
+    """What a rank brings to the choice: what was asked for, and the checkpoints it sees in its root."""
 
-    step: int | None
-    strict: bool
+    wanted: Wanted
     seen: list[SaveId] = []
     """The newest first; of a shared root only the one that it would choose."""
     world_size: int = 0
-    """Of the newest, in a root that is not shared."""
+    """Of the newest, in a root that is not shared and has no tiers."""
+    trouble: str = ""
+    """Of a tier that could not be looked at."""
 
 
 class _Choice(msgspec.Struct, frozen=True):
@@ -80,33 +103,36 @@ class _Health(msgspec.Struct, frozen=True):
 class Resume:
     """One ``restore`` of one rank.  Thread: the caller's.  Reads only."""
 
-    def __init__(self, catalog: Catalog, group: Group, state: Any, step: int | None, strict: bool) -> None:
+    def __init__(
+        self, catalog: Catalog, group: Group, state: Any, wanted: Wanted, tiers: Sequence[Catalog] = ()
+    ) -> None:
         self._catalog = catalog
-        self._group = group
-        self._state = state
-        self._asked = step
-        self._strict = strict
+        self._sources = Sources(catalog, tiers, group.world_size)
+        self._group, self._state = group, state
+        self._wanted, self._asked = wanted, wanted.step
         self._passed_over: list[SaveId] = []
         self._skipped: list[SkippedStep] = []
-        self.report: RestoreReport | None = None
+        self._place = catalog.root  # where the step that is being tried was read last
+        self.report = RestoreReport(None)
 
-    def run(self, settle: Callable[[], None]) -> SaveId | None:
-        """What was restored; raises what ``Checkpointer.restore`` does.  ``settle`` runs before anything is read."""
+    def run(self, settle: Callable[[], None], claim: Callable[[Catalog], None] | None = None) -> SaveId | None:
+        """What was restored; raises.  ``settle`` runs before anything is read; ``claim`` for tiers that are needed."""
         self._settle = settle
         while True:
             save = self._choose()
             if save is None:
                 self._nothing()
                 return None
+            if claim is not None:
+                self._sources.hold(save, claim)  # then it is looked at again
             health = self._try(save)
             if not health.damage:
                 return save
             self._passed_over.append(save)
-            if health.is_gone and self._asked is None:
-                continue
             if self._asked is not None:
                 raise NotFoundError(health.damage) if health.is_gone else IntegrityError(health.damage)
-            self._pass_over(save, health.damage)
+            if not health.is_gone:
+                self._pass_over(save, health.damage)
 
     # --- which step ------------------------------------------------------------------------
 
@@ -115,24 +141,26 @@ class Resume:
 
     def _offer(self) -> _Offer:
         self._settle()
-        seen: list[SaveId] = []
         world_size = 0
+        found = self._sources.seen(self._asked, self._passed_over)
         if self._catalog.rank is None:
             # From the newest on: of an older one that cannot be looked at nobody needs to know.
-            newest = self._catalog.newest(self._passed_over) if self._asked is None else self._find(self._asked)
+            newest = next(found, None)
+            if newest is None and self._asked is not None:
+                newest = self._find(self._asked)
             seen = [] if newest is None else [newest]
         else:
-            seen = [save for save in self._catalog.committed() if save not in self._passed_over]
-            if self._asked is not None:
-                seen = [save for save in seen if save.step == self._asked]
-            if seen:
+            # Every attempt: another rank may have been told that an earlier one is complete.
+            seen = list(found)
+            if seen and not self._sources.has_tiers:
                 world_size = self._world_size(seen[0])
-        return _Offer(self._asked, self._strict, seen, world_size)
+        return _Offer(self._wanted, seen, world_size, self._sources.trouble)
 
     def _find(self, step: int) -> SaveId | None:
-        with contextlib.suppress(NotFoundError):  # said when it is known that all ranks want this step
-            found = self._catalog.find(step)
-            return None if found in self._passed_over else found
+        for catalog in self._sources.reachable:
+            with contextlib.suppress(NotFoundError):  # said when it is known that all ranks want this step
+                found = catalog.find(step)
+                return None if found in self._passed_over else found
         return None
 
     def _world_size(self, save: SaveId) -> int:
@@ -144,8 +172,15 @@ class Resume:
     def _judge_offers(self, outcomes: list[Answer]) -> _Choice:
         _raise_errors(outcomes)
         offers = [msgspec.convert(each.value, _Offer, from_attributes=True) for each in outcomes]
-        check_same("step", [offer.step for offer in offers])
-        check_same("strict", [offer.strict for offer in offers])
+        for name in msgspec.structs.fields(Wanted):
+            check_same(name.name, [getattr(offer.wanted, name.name) for offer in offers])
+        chosen = self._judge_seen(offers)
+        trouble = next((offer.trouble.rstrip(".?") for offer in offers if offer.trouble), "")
+        if chosen.save is None and trouble and not self._passed_over:
+            raise StorageError(f"no checkpoint was found, but {trouble}. To start afresh, leave that tier out")
+        return chosen
+
+    def _judge_seen(self, offers: list[_Offer]) -> _Choice:
         if self._catalog.rank is not None:
             return _Choice(self._newest_common(offers))
         seeing = [rank for rank, offer in enumerate(offers) if offer.seen]
@@ -184,23 +219,54 @@ class Resume:
     def _try(self, save: SaveId) -> _Health:
         """What is wrong with it; nothing if it has been restored."""
         began, step = time.monotonic(), save.step
-        matched: list[Match] = []
+        opened: list[tuple[Catalog, Match]] = []
+        self._replaced: list[str] = []
         with contextlib.ExitStack() as stack:
 
-            def match() -> None:
-                checkpoint = stack.enter_context(self._catalog.open_save(save))
-                matched.append(self._match(checkpoint, step))
+            def open_from(source: Catalog) -> Selection:
+                self._place = source.root
+                checkpoint = stack.enter_context(source.open_save(save))
+                selection = Selection(self._wanted.only, self._wanted.exclude)
+                opened.append((source, self._match(checkpoint, step, selection, source)))
+                return selection
 
-            def judge(outcomes: list[Answer]) -> _Health:
-                return self._judge_health(save, outcomes)
+            def match() -> list[str]:
+                """Says which patterns have met nothing on this rank."""
+                source = self._sources.nearest(save)
+                while True:
+                    try:
+                        return open_from(source).idle
+                    except (IntegrityError, NotFoundError) as error:
+                        source = self._next_source(save, source, error)
 
-            health = self._group.decide(f"matching step {step} with the state", match, judge, _Health)
+            def fill() -> None:
+                source = opened[-1][0]
+                while True:
+                    try:
+                        if opened[-1][0] is not source:
+                            open_from(source)
+                        return opened[-1][1].placement.fill()
+                    except (IntegrityError, NotFoundError) as error:
+                        source = self._next_source(save, source, error)
+
+            def judge_match(outcomes: list[Answer]) -> _Health:
+                health = self._judge_health(save, outcomes)
+                idle = set.intersection(*(set(each.value or ()) for each in outcomes))
+                if idle and not health.damage:
+                    raise ConfigError(
+                        f"only=…, exclude=…: {', '.join(map(repr, sorted(idle)))} matches nothing in the state or in "
+                        f"step {step}; nothing was touched. `stillframe show {self._place} {step}` lists the paths"
+                    )
+                return health
+
+            health = self._group.decide(f"matching step {step} with the state", match, judge_match, _Health)
             if not health.damage:
-                health = self._group.decide(f"reading step {step}", lambda: matched[0].placement.fill(), judge, _Health)
+                health = self._group.decide(f"reading step {step}", fill, partial(self._judge_health, save), _Health)
             if health.damage:
                 return health
-            found = matched[0]
-            found.apply()
+            source, found = opened[-1]
+            self._apply(found, step)
+        self._sources.tell(save, source)
         self.report = RestoreReport(
             step=step,
             bytes=found.placement.nbytes,
@@ -209,8 +275,45 @@ class Resume:
             unexpected=tuple(found.findings.unexpected),
             mismatched=tuple(found.findings.mismatched),
             skipped=tuple(self._skipped),
+            source=source.root,
+            replaced=tuple(self._replaced),
         )
         return _Health()
+
+    def _next_source(self, save: SaveId, source: Catalog, error: StillframeError) -> Catalog:
+        """Another that has it, after one turned out to be damaged.  Raises the error if there is none."""
+        found = next(self._sources.having(save, source), None)
+        if found is None:
+            raise error
+        self._replaced.append(f"{source.root}: {text_of(error)}")
+        logger.warning("%s is damaged in %s, and is read from %s instead: %s", save, source.root, found.root, error)
+        return found
+
+    def _apply(self, found: Match, step: int) -> None:
+        """On all ranks, or an error on all of them: one that trained on with what the others lack would diverge."""
+        own: list[Exception] = []
+
+        def apply() -> str:
+            try:
+                found.apply()
+            except Exception as error:  # of load_state_dict, or of a registered type: anything
+                own.append(error)
+                return text_of(error) if isinstance(error, StateError) else f"{type(error).__name__}: {text_of(error)}"
+            return ""
+
+        def judge(outcomes: list[Answer]) -> None:
+            failed = [each for each in outcomes if each.value]
+            if failed:
+                where = f"on {format_ranks(each.rank for each in failed)}: " if len(outcomes) > 1 else ""
+                raise StateError(
+                    f"{where}{failed[0].value}. Step {step} was read, but not every object took its state: the state "
+                    "is partly overwritten. Mend that object, and restore again, or leave it out with exclude="
+                )
+
+        try:
+            self._group.decide(f"putting step {step} into the state", apply, judge, type(None))
+        except StateError as error:
+            raise error from (own[0] if own else None)
 
     def _judge_health(self, save: SaveId, outcomes: list[Answer]) -> _Health:
         damaged = [each for each in outcomes if isinstance(each.error, IntegrityError | NotFoundError)]
@@ -218,25 +321,25 @@ class Resume:
         if not damaged:
             return _Health()
         # What is missing may just have been removed by retention: that is no damage.
-        is_gone = self._catalog.rank is None and not self._catalog.is_committed(save)
+        is_gone = self._catalog.rank is None and next(self._sources.having(save), None) is None
         if len(outcomes) == 1:
             return _Health(str(damaged[0].error), is_gone)
         return _Health(f"on {format_ranks(each.rank for each in damaged)}: {damaged[0].error}", is_gone)
 
-    def _match(self, checkpoint: Any, step: int) -> Match:
+    def _match(self, checkpoint: Checkpoint, step: int, selection: Selection, source: Catalog) -> Match:
         """With this rank's own tree if there is one and it fits, else with the trees of all ranks merged."""
         rank, world_size = self._group.rank, checkpoint.world_size
-        if self._catalog.rank is None and len(checkpoint.ranks) < world_size:
+        if source.rank is None and len(checkpoint.ranks) < world_size:
             raise self._other_kind(step)
         is_same_size = world_size == self._group.world_size
-        found = Match(Stored(checkpoint, rank, is_merged=not is_same_size), self._state)
+        found = Match(Stored(checkpoint, rank, is_merged=not is_same_size), self._state, selection)
         if not is_same_size:
             logger.info(
                 "step %d was saved by %d ranks, and is restored onto %d", step, world_size, self._group.world_size
             )
         elif len(checkpoint.ranks) > 1 and found.findings.has_any:
-            found = Match(Stored(checkpoint, rank, is_merged=True), self._state)
-        if self._strict:
+            found = Match(Stored(checkpoint, rank, is_merged=True), self._state, selection)
+        if self._wanted.strict:
             found.findings.raise_if_any(step)
         return found
 
@@ -244,8 +347,8 @@ class Resume:
         self._skipped.append(SkippedStep(save.step, damage))
         warnings.warn(
             f"step {save.step} is damaged and passed over by this restore: {damage}. Check the disk; "
-            f"`stillframe verify {self._catalog.root} {save.step}` reads it again, "
-            f"`stillframe doctor {self._catalog.root} --quarantine` sets it aside for good",
+            f"`stillframe verify {self._place} {save.step}` reads it again, "
+            f"`stillframe doctor {self._place} --quarantine` sets it aside for good",
             RuntimeWarning, stacklevel=4,
         )  # fmt: skip
 
@@ -258,13 +361,19 @@ class Resume:
                 f"{self._catalog.dir(view.strange[-1])} is a link or a file: nothing is read through it, and there is "
                 "no checkpoint beside it. Put the directory itself there, or remove it to start afresh"
             )
-        self.report = RestoreReport(step=None, skipped=tuple(self._skipped))
+        if left := [each for each in self._sources.off_branch() if each[1] not in self._passed_over]:
+            tier, save = left[-1]
+            raise IntegrityError(
+                f"nothing of what the run goes on from is left, but {tier.root} holds {save}, off the branch or "
+                f"damaged. To take it, restore(step={save.step}); to start afresh, use other places"
+            )
+        self.report = RestoreReport(None, skipped=tuple(self._skipped))
         aside = [save.step for save in view.saves if self._is_quarantined(save)]
         damaged = sorted({*aside, *(each.step for each in self._skipped)})
         if damaged:
             raise IntegrityError(
-                f"every checkpoint in {self._catalog.root} is damaged (steps {damaged}), so there is nothing to resume "
-                "from, and the state may be partly overwritten. To start afresh, use another root or remove these"
+                f"every checkpoint in {self._sources.names} is damaged (steps {damaged}): there is nothing to resume "
+                "from, and the state may be partly overwritten. To start afresh, use other places or remove these"
             )
 
     def _other_kind(self, newest: int) -> MismatchError:

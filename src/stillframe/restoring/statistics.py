@@ -8,6 +8,10 @@ from dataclasses import dataclass
 
 import torch
 
+from stillframe.state.dtypes import DTYPE_NAMES
+
+_FOUR_BITS = [sign * size for sign in (1.0, -1.0) for size in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)]
+"""What the 16 patterns of e2m1 stand for."""
 _SLICE_ITEMS = 1 << 22
 """How much is converted to float64 at a time."""
 
@@ -74,7 +78,10 @@ def _slices(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
 
 
 def _real(part: torch.Tensor) -> torch.Tensor:
-    """As float64; a complex number as two."""
+    """As float64; a complex number as two, a pair of 4-bit numbers too."""
+    if DTYPE_NAMES.get(part.dtype) == "F4":  # has no conversion
+        bits = part.view(torch.uint8).to(torch.int64)
+        return torch.tensor(_FOUR_BITS, dtype=torch.float64)[torch.stack([bits & 15, bits >> 4], dim=-1)]
     if part.dtype == torch.uint64:  # has no conversion of its own everywhere
         return part.view(torch.int64).double() + (part.view(torch.int64) < 0) * 2.0**64
     return (torch.view_as_real(part) if part.is_complex() else part).to(torch.float64)

@@ -5,6 +5,7 @@ Everything that is stored, written by one rank or read by another is a box.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -54,13 +55,14 @@ class TensorBox:
     none of this.
     """
 
-    __slots__ = ("offset", "shape", "tensor")
+    __slots__ = ("boxes", "offset", "shape", "tensor")
 
     def __init__(self, tensor: torch.Tensor, shape: Sequence[int], offset: Sequence[int]) -> None:
         self.tensor = tensor
         self.shape = tuple(map(int, shape))
         self.offset = tuple(map(int, offset))
         sizes = tuple(tensor.shape)
+        self.boxes: tuple[Box, ...] = () if 0 in sizes else (Box(self.offset, sizes, (0,) * len(sizes)),)
         fits = len(self.shape) == len(self.offset) == len(sizes) and all(
             start >= 0 and start + size <= whole
             for start, size, whole in zip(self.offset, sizes, self.shape, strict=True)
@@ -69,6 +71,26 @@ class TensorBox:
             raise ConfigError(
                 f"TensorBox: a box of {sizes} at {self.offset} does not lie within a tensor of {self.shape}"
             )
+
+    @classmethod
+    def joined(cls, parts: Sequence[TensorBox]) -> TensorBox:
+        """Several boxes that this rank writes of one tensor; they are copied.  Raises :class:`ConfigError`."""
+        first = parts[0]
+        if len({(each.shape, each.tensor.dtype, each.tensor.device) for each in parts}) > 1 or not first.shape:
+            raise ConfigError("TensorBox.joined: these are not boxes of one tensor")
+        joined = cls(first.tensor, first.shape, first.offset)
+        sizes = [tuple(each.tensor.shape) for each in parts]
+        rows, *others = zip(*sizes, strict=True)
+        joined.tensor = first.tensor.new_zeros((sum(rows), *map(max, others)))
+        at = itertools.accumulate(rows, initial=0)
+        boxes = [
+            Box(each.offset, size, (start, *(0 for _ in others)))
+            for each, size, start in zip(parts, sizes, at, strict=False)
+        ]
+        for each, box in zip(parts, boxes, strict=True):
+            box.of(joined.tensor).copy_(each.tensor)
+        joined.boxes = tuple(box for box in boxes if 0 not in box.shape)
+        return joined
 
     def __repr__(self) -> str:
         return f"TensorBox(shape={self.shape}, offset={self.offset}, of={tuple(self.tensor.shape)})"

@@ -20,6 +20,9 @@ DTYPE_NAMES: dict[torch.dtype, str] = {
     torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
     torch.float8_e4m3fnuz: "F8_E4M3FNUZ", torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
 }  # fmt: skip
+for _dtype, _name in (("float8_e8m0fnu", "F8_E8M0"), ("float4_e2m1fn_x2", "F4")):
+    if isinstance(getattr(torch, _dtype, None), torch.dtype):  # not in every torch
+        DTYPE_NAMES[getattr(torch, _dtype)] = _name
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 _LIKE_A_DTYPE = re.compile(r"[a-z]+\d[a-z0-9_]*", re.ASCII)
 _ALL_DTYPES = {name: dtype for name, dtype in vars(torch).items() if isinstance(dtype, torch.dtype)}
@@ -32,7 +35,11 @@ def check_tensor(tensor: torch.Tensor) -> None:
         raise Unencodable(
             f"a tensor of class {type(tensor).__module__}.{type(tensor).__qualname__}; give a plain tensor"
         )
-    if tensor.layout is not torch.strided or tensor.is_quantized:
+    if tensor.is_nested:
+        raise Unencodable("a nested tensor; give its values() and offsets()")
+    if tensor.is_quantized:
+        raise Unencodable("a quantized tensor; give its int_repr(), q_scale() and q_zero_point(), or dequantize() it")
+    if tensor.layout is not torch.strided:
         raise Unencodable(f"a tensor of layout {tensor.layout}; convert it with .to_dense()")
     if tensor.device.type == "meta":
         raise Unencodable("a tensor on the meta device, which has no data")

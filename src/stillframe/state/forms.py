@@ -62,6 +62,8 @@ class Forms:
 
 def forms_of(tensors: Sequence[torch.Tensor], names: Sequence[str | None]) -> Forms:
     """Raises :class:`UnsupportedStateError`, naming the first tensor that cannot be stored."""
+    if any(map(attrgetter("is_nested"), tensors)):  # one has no shape
+        _refuse(tensors, names)
     layouts, dtypes, shapes, devices = (
         list(map(attrgetter(name), tensors)) for name in ("layout", "dtype", "shape", "device")
     )
@@ -72,11 +74,8 @@ def forms_of(tensors: Sequence[torch.Tensor], names: Sequence[str | None]) -> Fo
         and all(device.type != "meta" for device in set(devices))
         and max(map(len, shapes), default=0) <= limits.MAX_DIMENSIONS
     )
-    for tensor, name in zip(tensors, names, strict=True) if not are_storable else ():
-        try:
-            check_tensor(tensor)
-        except Unencodable as reason:
-            raise UnsupportedStateError(refusal(reason, name)) from None
+    if not are_storable:
+        _refuse(tensors, names)
     return Forms(
         layouts,
         dtypes,
@@ -89,3 +88,11 @@ def forms_of(tensors: Sequence[torch.Tensor], names: Sequence[str | None]) -> Fo
         list(map(attrgetter("nbytes"), tensors)),
         list(map(torch.Tensor.is_contiguous, tensors)),
     )
+
+
+def _refuse(tensors: Sequence[torch.Tensor], names: Sequence[str | None]) -> None:
+    for tensor, name in zip(tensors, names, strict=True):
+        try:
+            check_tensor(tensor)
+        except Unencodable as reason:
+            raise UnsupportedStateError(refusal(reason, name)) from None

@@ -53,6 +53,16 @@ def _items_spanned(shape: Sequence[int], strides: Sequence[int]) -> int:
     return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
 
 
+def storage_of(tensor: torch.Tensor) -> int:
+    """The address of its storage; 0 if that has no bytes."""
+    return int(tensor.untyped_storage().data_ptr())
+
+
+def storages_of(tensors: Iterable[torch.Tensor]) -> set[int]:
+    """Of those that have bytes."""
+    return set(map(storage_of, tensors)) - {0}
+
+
 def row_slices(tensor: torch.Tensor, start: int, count: int) -> Iterator[torch.Tensor]:
     """Views that hold ``count`` items of a strided tensor from item ``start`` on, in row-major order.
 

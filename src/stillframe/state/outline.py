@@ -6,7 +6,7 @@ A walk appends tokens at every save, because that is quick.  Paths and tree are 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from stillframe.errors import UnsupportedStateError
@@ -18,19 +18,21 @@ from stillframe.format.tree import (
     ListNode,
     Node,
     ObjectNode,
+    PartOf,
     ShardedNode,
     TensorNode,
     TupleNode,
     ValueNode,
+    WrapperNode,
     render,
 )
 from stillframe.format.values import Unencodable
 from stillframe.state.dtypes import refusal
 
 # A token is a tuple that starts with one of these.  What tells two structures apart follows: of a dict its keys and
-# their exact types, of a list its length, of an object its class, of a sharded tensor where its boxes lie.  The tokens
-# of what is in a container come behind its own.
-DICT, ORDERED, LIST, TUPLE, OBJECT, LEAF, ARRAY, TENSOR, VALUE, SHARDED = range(10)
+# their exact types, of a list its length, of an object its class, of a sharded tensor where its boxes lie, of a wrapper
+# its form, its names and its context.  The tokens of what is in a container come behind its own.
+DICT, ORDERED, LIST, TUPLE, OBJECT, LEAF, ARRAY, TENSOR, VALUE, SHARDED, WRAPPER = range(11)
 TENSORS = (TENSOR, ARRAY, SHARDED)
 TENSOR_TOKEN = (TENSOR,)
 VALUE_TOKEN = (VALUE,)
@@ -44,6 +46,7 @@ class Outline:
         self.names: list[str | None] = []
         """The path of every tensor as text, in the order of the walk; ``None`` for a state that is a tensor itself."""
         self._tokens = tokens
+        self._parts: Iterator[PartOf] = iter(())
         rest = iter(tokens)
         self._name(next(rest), rest, None)
 
@@ -56,12 +59,17 @@ class Outline:
             self._name(next(rest), rest, path)
         elif kind != VALUE:
             start = "" if path is None else path + "/"
-            for key in map(str, range(token[1])) if kind in (LIST, TUPLE) else self._keys_of(token, path)[0]:
+            for key in self._names_of(token, path):
                 child = next(rest)
                 if child is TENSOR_TOKEN:
                     self.names.append(start + key)
                 elif child is not VALUE_TOKEN:
                     self._name(child, rest, start + key)
+
+    def _names_of(self, token: tuple[Any, ...], path: str | None) -> Iterable[str]:
+        if token[0] in (LIST, TUPLE):
+            return map(str, range(token[1]))
+        return [render((name,)) for name in token[1]] if token[0] == WRAPPER else self._keys_of(token, path)[0]
 
     def _keys_of(self, token: tuple[Any, ...], path: str | None = None) -> tuple[list[str], list[Any]]:
         """The keys of a dict, as text and encoded.  An optimizer has the same ones for every parameter."""
@@ -74,9 +82,11 @@ class Outline:
             self._keys[token] = found
         return found
 
-    def tree(self, leaves: Sequence[TensorNode | ShardedNode]) -> Node:
-        """``leaves[i]`` says where the i-th tensor of the walk is stored."""
+    def tree(self, leaves: Sequence[TensorNode | ShardedNode], parts: Iterable[PartOf] = ()) -> Node:
+        """``leaves[i]`` says where the i-th tensor of the walk is stored; ``parts`` says of each wrapper that is the
+        local tensor of a DTensor which boxes of that it is."""
         rest = iter(self._tokens)
+        self._parts = iter(parts)
         return self._build(next(rest), rest, iter(leaves), itertools.count())
 
     def _build(
@@ -98,6 +108,11 @@ class Outline:
             return ObjectNode(token[1], self._build(next(rest), rest, leaves, numbers))
         if kind == LEAF:
             return LeafNode(token[1], self._build(next(rest), rest, leaves, numbers))
+        if kind == WRAPPER:
+            _, names, kind_name, dtype, shape, context, _, layout = token
+            part = None if layout is None else next(self._parts)
+            items = [self._build(next(rest), rest, leaves, numbers) for _ in names]
+            return WrapperNode(kind_name, dtype, shape, list(names), items, context, part)
         count = token[1] if kind in (LIST, TUPLE) else len(token[1])
         items = [
             next(leaves) if child is TENSOR_TOKEN else self._build(child, rest, leaves, numbers)

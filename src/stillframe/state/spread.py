@@ -23,6 +23,7 @@ from stillframe.errors import UnsupportedStateError
 from stillframe.format.digest import digest
 from stillframe.format.records import Team
 from stillframe.format.segment import OF_TEAM
+from stillframe.format.tree import PartBox, PartOf
 from stillframe.format.values import Unencodable
 from stillframe.state.boxes import Box, TensorBox, whole_box
 from stillframe.state.dtypes import refusal
@@ -165,12 +166,29 @@ def find_spreads(walk: Walk, names: Sequence[str | None], seat: Seat) -> dict[in
     return spreads
 
 
+def parts_of(walk: Walk, names: Sequence[str | None]) -> list[PartOf]:
+    """Which boxes of a DTensor each wrapper is that is one's local tensor; in the order of the walk.
+
+    How these boxes lie in the inner tensors only the wrapper's class knows, and replicas of a wrapper may differ (some
+    round at random).  So every rank stores the inner tensors that it holds, and no spread is found for them.
+    """
+    found = []
+    for index, dtensor in walk.wrapped:
+        try:
+            found.append(part_of(spread_of(dtensor)))
+        except Unencodable as reason:
+            raise UnsupportedStateError(refusal(reason, names[index])) from None
+    return found
+
+
+def part_of(spread: Spread) -> PartOf:
+    return PartOf(spread.shape, [PartBox(box.offset, box.shape, box.local) for box in spread.boxes])
+
+
 def _given(index: int, given: TensorBox, seat: Seat) -> Spread:
     """A box that the user gave.  The user guarantees that the boxes of all ranks tile the tensor, so no team digest is
     written and no alias is detected."""
-    shape = tuple(given.tensor.shape)
-    boxes = () if 0 in shape else (Box(given.offset, shape, (0,) * len(shape)),)
-    return Spread(given.shape, boxes, (seat.rank,), (), f"part {index}")
+    return Spread(given.shape, given.boxes, (seat.rank,), (), f"part {index}")
 
 
 def _replicas(walk: Walk) -> dict[int, tuple[int, ...]]:

@@ -5,8 +5,10 @@ Each function says why the public API does not do.  Heavy submodules of torch ar
 
 from __future__ import annotations
 
+import inspect
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -34,9 +36,16 @@ def local_of(tensor: Any) -> torch.Tensor:
     return local_tensor(tensor) if is_dtensor(tensor) else tensor
 
 
-def is_dtensor_parameter(dtensor: Any) -> bool:
-    """``state_dict(keep_vars=True)`` gives DTensors that are no ``Parameter`` but carry this mark."""
-    return bool(getattr(dtensor, "_is_param", False))
+def is_marked_parameter(tensor: Any) -> bool:
+    """``Parameter(tensor)`` of a subclass, such as a DTensor, keeps the class and puts this mark on it."""
+    return bool(getattr(tensor, "_is_param", False))
+
+
+def is_pending(tensor: object) -> bool:
+    """Whether it is the result of a collective that nobody has waited for yet."""
+    module = sys.modules.get("torch.distributed._functional_collectives")
+    kind = getattr(module, "AsyncCollectiveTensor", None)
+    return kind is not None and isinstance(tensor, kind)
 
 
 def local_shape_and_offset(
@@ -83,6 +92,30 @@ def storage_identity(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
+def versions_of(tensors: Sequence[torch.Tensor]) -> list[int | None]:
+    """How often each was written to in place, which torch counts for autograd; inference tensors have no count."""
+    try:
+        return list(map(_version, tensors))
+    except RuntimeError:
+        return [None if each.is_inference() else each._version for each in tensors]
+
+
+_version = attrgetter("_version")
+
+
+def uncounted_writes() -> Any:
+    """A context in which torch does not count what this thread writes: for kernels that run late."""
+    return torch._C._AutoDispatchBelowADInplaceOrView()
+
+
+def outside_of_graphs(function: Callable[..., None]) -> Callable[..., None]:
+    """``torch.compiler.disable``, which would load the compiler at once: that takes seconds."""
+    from torch._compile import _disable_dynamo
+
+    disabled: Callable[..., None] = _disable_dynamo(function)
+    return disabled
+
+
 def fake_tensors() -> Any:
     """A context in which tensors are made without data; loading this takes half a second."""
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -116,3 +149,29 @@ def load_without_ranks(state: dict[str, Any], reader: Any, planner: Any) -> None
     from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
     _load_state_dict(state, storage_reader=reader, planner=planner, no_dist=True)
+
+
+def flattened(tensors: Sequence[torch.Tensor], *, are_alike: bool = False) -> torch.Tensor:
+    """Their items end to end, in one call.  ``torch.cat`` takes only rows: a call for each would fight for the GIL."""
+    if are_alike:
+        return torch.stack(list(tensors)).view(-1)  # for many of no dimension half as slow
+    row: torch.Tensor = torch._C._nn.flatten_dense_tensors(list(tensors))
+    return row
+
+
+def frame_of_dcp() -> int | None:
+    """DCP tells a storage nothing when a save fails elsewhere.  But this frame of the thread is there until it ends."""
+    found, frame = None, inspect.currentframe()
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").startswith("torch.distributed.checkpoint."):
+            found = id(frame)
+        frame = frame.f_back
+    return found
+
+
+def is_in_frame(thread: int, identity: int) -> bool:
+    """Whether a thread is in the frame that :func:`frame_of_dcp` gave; there is no public way to another's stack."""
+    frame = sys._current_frames().get(thread)
+    while frame is not None and id(frame) != identity:
+        frame = frame.f_back
+    return frame is not None

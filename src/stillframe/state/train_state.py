@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from stillframe.errors import ConfigError
+from stillframe.state.owners import has_own_layout
 from stillframe.state.torch_internals import compiled_module
 
 _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
@@ -52,6 +53,12 @@ class TrainState:
         """The optimizer's state dict with names in place of its numbers."""
         assert self.optimizer is not None
         plain = self.optimizer.state_dict()
+        if has_own_layout(plain):
+            kind = type(self.optimizer).__name__
+            raise ConfigError(
+                f"TrainState: state_dict() of {kind} has a layout of its own, so TrainState cannot name what is in it; "
+                f"give it under another name, as TrainState(model, {kind.lower()}=…)"
+            )
         by_number = self.parameter_names()
         return {
             "state": {by_number[number]: state for number, state in plain["state"].items()},

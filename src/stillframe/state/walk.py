@@ -5,9 +5,10 @@ states have the same structure if and only if their tokens are equal; then the p
 before is reused, and neither tree nor paths are built.
 
 It also decides what may change before the next update and must be captured by ``save`` itself:
-tensors of a module that are not its parameters (buffers change in forward), and all tensors of
-objects that are neither modules nor optimizers (a data loader moves on in forward).  Parameters,
-optimizer state, and tensors that stand in the state by themselves are staged lazily.
+tensors of a module that are not its parameters (buffers change in forward), tensors of an optimizer
+with a ``state_dict`` of its own that are not its state, and all tensors of objects that are neither
+(a data loader moves on in forward).  Parameters, optimizer state, and tensors that stand in the
+state by themselves are staged lazily, but for a few that :mod:`stillframe.state.forward` knows of.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ from __future__ import annotations
 import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any
 
+import msgspec
 import torch
 
 from stillframe.errors import UnsupportedStateError
@@ -26,7 +29,6 @@ from stillframe.format.values import Unencodable
 from stillframe.state.boxes import TensorBox
 from stillframe.state.codecs import codec_of
 from stillframe.state.dtypes import PLAIN_TENSORS, array_as_tensor, check_tensor, is_array, refusal
-from stillframe.state.memory import byte_extent
 from stillframe.state.outline import (
     ARRAY,
     DICT,
@@ -38,9 +40,12 @@ from stillframe.state.outline import (
     TENSOR_TOKEN,
     TUPLE,
     VALUE_TOKEN,
+    WRAPPER,
 )
-from stillframe.state.torch_internals import dtensor_class, is_dtensor_parameter, local_of, local_tensor
+from stillframe.state.owners import ModuleOwner, Owner, optimizer_owner, optimizers_in
+from stillframe.state.torch_internals import dtensor_class, local_tensor
 from stillframe.state.train_state import TrainState
+from stillframe.state.wrappers import is_wrapper, kind_of, take_apart
 
 _STR_KEYS = {str}
 _INT_KEYS = {int}
@@ -60,13 +65,18 @@ class Walk:
         """Those of the tensors that are the local tensor of a DTensor."""
         self.boxes: dict[int, TensorBox] = {}
         """Those of the tensors that were given as a box of one."""
+        self.wrapped: list[tuple[int, Any]] = []
+        """The DTensors whose local tensor is a wrapper, each with the index of the first tensor in it."""
+        self.outer: dict[int, tuple[Any, ...]] = {}
+        """Of tensors that lie in a DTensor or a wrapper: all of these, in any order."""
         self.owners: list[torch.nn.Module | torch.optim.Optimizer] = []
         """The modules and optimizers met: they know which tensors other ranks hold, too."""
         self._dtensor = dtensor_class()
         self._is_volatile = False
-        self._module: torch.nn.Module | None = None
-        self._parameters: dict[int, list[tuple[int, int]]] | None = None
+        self._owner: Owner | None = None
+        """Of the object at hand, if not all of its tensors are alike."""
         self._depth = 0
+        self._is_in_leaf = False
         try:
             self._visit(state)
         except Unencodable as reason:
@@ -96,50 +106,74 @@ class Walk:
     def _tensor(self, tensor: torch.Tensor) -> None:
         self.tokens.append(TENSOR_TOKEN)
         self.tensors.append(tensor)
-        is_volatile = self._is_volatile if self._module is None else not self._is_parameter(tensor)
+        is_volatile = self._is_volatile if self._owner is None else not self._owner.has(tensor)
         self.is_volatile.append(is_volatile)
 
     def _append(self, tensors: Collection[torch.Tensor]) -> None:
         self.tensors.extend(tensors)
-        self.is_volatile.extend([self._module is None and self._is_volatile] * len(tensors))
+        self.is_volatile.extend([self._owner is None and self._is_volatile] * len(tensors))
 
     def _sharded(self, tensor: Any) -> None:
         """A DTensor stands for its local tensor; mesh, placements and global shape belong to the structure."""
         local = local_tensor(tensor)
-        if self._module is None:
-            is_volatile = self._is_volatile
-        else:  # a parameter that is a DTensor says so itself
-            is_volatile = not (is_dtensor_parameter(tensor) or self._is_local_parameter(local))
+        if is_wrapper(local):
+            self._wrapped_part(tensor, local)
+            return
+        is_volatile = self._is_volatile if self._owner is None else not self._owner.has_sharded(tensor, local)
         self.dtensors[len(self.tensors)] = tensor
+        self.outer[len(self.tensors)] = (tensor,)
         self.tokens.append((SHARDED, tensor.device_mesh, tensor.placements, tensor.shape))
         self.tensors.append(local)
         self.is_volatile.append(is_volatile)
 
+    def _wrapped_part(self, dtensor: Any, local: torch.Tensor) -> None:
+        """A DTensor whose local tensor is a wrapper: stored as what this rank holds."""
+        owner, first = self._owner, len(self.tensors)
+        self.wrapped.append((first, dtensor))
+        layout = dtensor.device_mesh, dtensor.placements, dtensor.shape
+        if owner is None:
+            self._wrapper(local, layout)
+        else:
+            before = self._is_volatile
+            self._owner, self._is_volatile = None, not owner.has_sharded(dtensor, local)
+            self._wrapper(local, layout)
+            self._owner, self._is_volatile = owner, before
+        for index in range(first, len(self.tensors)):
+            self.outer[index] = (*self.outer[index], dtensor)
+
+    def _wrapper(self, tensor: torch.Tensor, layout: object = None) -> None:
+        """A wrapper stands for its inner tensors.  ``layout``: if it is the local tensor of a DTensor, which one."""
+        if self._is_in_leaf:
+            raise Unencodable(f"a {kind_of(tensor)} within a registered leaf; encode it as its inner tensors")
+        found = take_apart(tensor)
+        exact = msgspec.json.encode(found.context)  # beside it: True and 1 are equal, and as text they are not
+        form = found.names, found.kind, found.dtype, found.shape, found.context, exact
+        self.tokens.append((WRAPPER, *form, layout))
+        first = len(self.tensors)
+        self._deeper()
+        for name, inner in zip(found.names, found.tensors, strict=True):
+            self._at(name, partial(self._inner, tensor, inner))
+        self._depth -= 1
+        for index in range(first, len(self.tensors)):
+            self.outer[index] = (*self.outer.get(index, ()), tensor)
+
+    def _inner(self, wrapper: torch.Tensor, tensor: torch.Tensor) -> None:
+        if is_wrapper(tensor):
+            self._wrapper(tensor)
+        elif type(tensor) is self._dtensor:
+            self._sharded(tensor)
+        else:
+            check_tensor(tensor)
+            self.tokens.append(TENSOR_TOKEN)
+            self.tensors.append(tensor)
+            owner = self._owner
+            self.is_volatile.append(self._is_volatile if owner is None else not owner.has_wrapper(wrapper, tensor))
+
     def _box(self, box: TensorBox) -> None:
         self.boxes[len(self.tensors)] = box
-        self.tokens.append((SHARDED, box.shape, box.offset))
+        self.tokens.append((SHARDED, box.shape, box.offset, box.boxes))
         self.tensors.append(box.tensor)
         self.is_volatile.append(self._is_volatile)
-
-    def _is_local_parameter(self, local: torch.Tensor) -> bool:
-        """The same for a DTensor's local tensor; all ranks must get the same answer, also one that holds nothing."""
-        if local.numel() or self._module is None or self._dtensor is None:
-            return self._is_parameter(local)
-        return not any(isinstance(each, self._dtensor) for each in self._module.buffers())
-
-    def _is_parameter(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor of the module at hand lies within the memory of one of its parameters."""
-        assert self._module is not None
-        if tensor.layout is not torch.strided or not tensor.numel():
-            return False
-        if self._parameters is None:
-            self._parameters = {}
-            for each in map(local_of, self._module.parameters()):
-                if each.layout is torch.strided and each.numel():
-                    self._parameters.setdefault(each.untyped_storage().data_ptr(), []).append(byte_extent(each))
-        start, end = byte_extent(tensor)
-        extents = self._parameters.get(tensor.untyped_storage().data_ptr(), ())
-        return any(first <= start and end <= last for first, last in extents)
 
     def _dict(self, node: dict[Any, Any], *, is_ordered: bool) -> None:
         kinds = set(map(type, node))
@@ -173,7 +207,7 @@ class Walk:
     def _are_leaves(self, kinds: set[type], depth: int) -> bool:
         """Whether values of these types, so deep, are tensors that need no look at each: a module's own parameters are
         never volatile, its other tensors may be."""
-        allowed = PLAIN_TENSORS if self._module is None else _PARAMETERS
+        allowed = PLAIN_TENSORS if self._owner is None else _PARAMETERS
         return kinds <= allowed and depth <= limits.MAX_DEPTH
 
     def _list(self, node: list[Any]) -> None:
@@ -190,11 +224,11 @@ class Walk:
         try:
             for key, item in items:  # noqa: B007 - read by the handlers below
                 kind = type(item)
-                if kind is torch.nn.Parameter or (kind is torch.Tensor and self._module is None):
+                if kind is torch.nn.Parameter or (kind is torch.Tensor and self._owner is None):
                     # The commonest leaves, without a call: a parameter is never volatile in its module.
                     self.tokens.append(TENSOR_TOKEN)
                     self.tensors.append(item)
-                    self.is_volatile.append(self._module is None and self._is_volatile)
+                    self.is_volatile.append(self._owner is None and self._is_volatile)
                 elif kind is dict:
                     self._dict(item, is_ordered=False)
                 elif kind is self._dtensor:
@@ -217,7 +251,11 @@ class Walk:
         codec = codec_of(kind)
         if codec is not None:
             self.tokens.append((LEAF, codec.name))
+            was_in_leaf, self._is_in_leaf = self._is_in_leaf, True
             self._within(codec.encode(node), is_volatile=True)
+            self._is_in_leaf = was_in_leaf
+        elif is_wrapper(node):
+            self._wrapper(node)
         elif isinstance(node, torch.Tensor):
             check_tensor(node)
             raise Unencodable(f"a tensor of class {kind.__qualname__}")
@@ -239,21 +277,25 @@ class Walk:
         self.tokens.append((OBJECT, f"{kind.__module__}.{kind.__qualname__}"))
         if isinstance(node, torch.nn.Module):
             self.owners.append(node)
-            self._within(module_state(node), module=node)
+            self._within(module_state(node), owner=ModuleOwner(node))
+        elif isinstance(node, torch.optim.Optimizer):
+            self.owners.extend(optimizers_in(node))
+            self._within(plain_dict(node.state_dict()), owner=optimizer_owner(node))
         else:
-            if isinstance(node, torch.optim.Optimizer):
-                self.owners.append(node)
-            self._within(plain_dict(node.state_dict()), is_volatile=not isinstance(node, torch.optim.Optimizer))
+            self._within(plain_dict(node.state_dict()), is_volatile=True)
 
     def _train_state(self, node: TrainState) -> None:
         has_optimizer = node.optimizer is not None
         self.tokens.append((OBJECT, "stillframe.TrainState", type(node.model)))
         self.tokens.append((DICT, ("model", *(("optimizer",) if has_optimizer else ()), *node.more), None))
         self.owners.append(node.model)
-        self._at("model", lambda: self._within(node.model_state(), module=node.module))
+        self._at("model", lambda: self._within(node.model_state(), owner=ModuleOwner(node.module)))
         if node.optimizer is not None:
+            kind = type(node.optimizer)
             self.owners.append(node.optimizer)
-            self._at("optimizer", lambda: self._within(node.optimizer_state()))
+            self.tokens.append((OBJECT, f"{kind.__module__}.{kind.__qualname__}"))
+            owner = optimizer_owner(node.optimizer)
+            self._at("optimizer", lambda: self._within(node.optimizer_state(), owner=owner))
         self._items(node.more.items())
 
     def _at(self, key: str, visit: Callable[[], None]) -> None:
@@ -266,13 +308,13 @@ class Walk:
         except Unencodable as reason:
             raise _Refusal(reason, key) from None
 
-    def _within(self, node: Any, *, is_volatile: bool = False, module: torch.nn.Module | None = None) -> None:
-        before = self._is_volatile, self._module, self._parameters
-        self._is_volatile, self._module, self._parameters = is_volatile, module, None
+    def _within(self, node: Any, *, is_volatile: bool = False, owner: Owner | None = None) -> None:
+        before = self._is_volatile, self._owner
+        self._is_volatile, self._owner = is_volatile, owner
         self._deeper()
         self._visit(node)
         self._depth -= 1
-        self._is_volatile, self._module, self._parameters = before
+        self._is_volatile, self._owner = before
 
 
 def storable(value: Any) -> bool:
@@ -281,7 +323,7 @@ def storable(value: Any) -> bool:
         walk = Walk(value)
     except UnsupportedStateError:
         return False
-    return not walk.boxes and all(token[0] != OBJECT for token in walk.tokens)
+    return not walk.boxes and all(token[0] not in (OBJECT, WRAPPER) for token in walk.tokens)
 
 
 def is_stateful(node: object) -> bool:

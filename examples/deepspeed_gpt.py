@@ -21,7 +21,7 @@ CONFIG = {
 
 
 class GPT(nn.Module):
-    def __init__(self, width: int = 256, depth: int = 4, vocabulary: int = 256, length: int = 64) -> None:
+    def __init__(self, width: int = 128, depth: int = 2, vocabulary: int = 256, length: int = 64) -> None:
         super().__init__()
         self.token, self.place = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
         block = nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True, norm_first=True)

@@ -17,7 +17,7 @@ from safetensors import safe_open
 
 STEP = re.compile(r"step-(\d{12})-e(\d{4,7})-([1-9]\d{0,3})")
 FAMILIES = {"F": "float", "I": "int", "U": "uint", "BF": "bfloat", "C": "complex"}
-OTHERS = {"BOOL": "bool", "F8_E4M3": "float8_e4m3fn"}
+OTHERS = {"BOOL": "bool", "F8_E4M3": "float8_e4m3fn", "F8_E8M0": "float8_e8m0fnu", "F4": "float4_e2m1fn_x2"}
 
 
 def read(path: Path, kind: str, digest: str | None = None) -> dict:
@@ -70,7 +70,7 @@ def leaves(node: dict, path: str = ""):
     """Every tensor of a tree, with its path in the state."""
     if node["kind"] in ("tensor", "array", "sharded"):
         yield path[1:], node
-    keys = node.get("keys", range(len(node.get("items", []))))
+    keys = node.get("keys") or node.get("names") or range(len(node.get("items", [])))
     for key, item in [
         *zip(keys, node.get("items", []), strict=True),
         *([("", node["item"])] if "item" in node else []),

@@ -1,4 +1,13 @@
-"""For code that saves through stillframe inside somebody else's loop (DCP, DeepSpeed): tickets.
+"""For code that saves through stillframe inside somebody else's loop (DCP, DeepSpeed).  Training loops need none of it.
+
+tickets      Ticket, Run, join, issue, save, withdraw, settle: below
+updates      UpdateGate holds them back for a save that another thread has yet to request
+boxes        TensorBox, BoxReader, ELSEWHERE: parts of tensors and of lists, for callers that divide a state themselves
+other names  Label, read_alias, show_labels: a directory in the root that stands for a save
+values       storable: whether a value comes back as it was; is_wrapper: whether a tensor wraps others;
+             load_rank: what one rank saved of a save
+roots        has_saves: whether there is anything to wait for
+processes    keeper_pid
 
 A ``Checkpointer`` takes the step from its caller, who counts alike on every rank.  A loop that does not number its
 saves cannot promise that: saves overlap, or fail on one rank.  But it brings the ranks together once for each save, and
@@ -18,18 +27,51 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from stillframe.checkpoint import labels
+from stillframe.checkpoint.catalog import Catalog
 from stillframe.checkpoint.labels import read_alias
 from stillframe.checkpointer import Checkpointer
 from stillframe.errors import StillframeError
+from stillframe.format.values import ELSEWHERE
 from stillframe.model import Label, Ticket, check_step
+from stillframe.restoring.boxes import BoxReader
+from stillframe.restoring.load import load_rank
 from stillframe.retention import Keep
 from stillframe.save.fence import Holds, OptimizerFence
 from stillframe.save.saves import Save
+from stillframe.save.versions import Versions
+from stillframe.state.boxes import TensorBox
+from stillframe.state.forward import scaled_in_forward
+from stillframe.state.walk import storable
+from stillframe.state.wrappers import is_wrapper
+from stillframe.tiers import TierConfig
 
-__all__ = ["Run", "Ticket", "UpdateGate", "issue", "join", "read_alias", "save", "settle", "withdraw"]
+__all__ = [
+    "ELSEWHERE",
+    "BoxReader",
+    "Label",
+    "Run",
+    "TensorBox",
+    "Ticket",
+    "UpdateGate",
+    "Versions",
+    "has_saves",
+    "is_wrapper",
+    "issue",
+    "join",
+    "keeper_pid",
+    "load_rank",
+    "read_alias",
+    "save",
+    "scaled_in_forward",
+    "settle",
+    "show_labels",
+    "storable",
+    "withdraw",
+]
 
 
 class Run(Checkpointer):
@@ -44,7 +86,7 @@ class Run(Checkpointer):
         self.name = name
         super().__init__(root, on_error="warn", shared=True, **options)  # "warn": who asked for a save waits for it
 
-    def _name_run(self, keep: Keep | None) -> str:
+    def _name_run(self, keep: Keep | None, tiers: Sequence[TierConfig]) -> str:
         return self.name
 
 
@@ -56,19 +98,22 @@ def join(
     world_size: int,
     arena: int | str = "auto",
     keep: Keep | None = None,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> Run:
     """Open a root for saves with tickets.  Without a ``name``: begin a run, on rank 0; the others join it by its name.
 
     Never waits for another rank.  Failed saves are logged.  Raises: :class:`ConfigError`, :class:`KeeperError`.
     """
-    return Run(root, name or secrets.token_hex(4), rank=rank, world_size=world_size, arena=arena, keep=keep)
+    options: dict[str, Any] = {"arena": arena, "keep": keep, "storage_options": storage_options}
+    return Run(root, name or secrets.token_hex(4), rank=rank, world_size=world_size, **options)
 
 
 def issue(checkpointer: Checkpointer, step: int | None = None, *, least: int = 0) -> Ticket:
     """On one rank: the identity of the next save, for every rank.  Without ``step``: the next, and not below ``least``.
 
     Blocks until the root is ours; the keeper of a run that was just killed may be finishing there.
-    Raises: :class:`BusyError`; :class:`ExistsError` if the step is a checkpoint, or being saved; :class:`StorageError`.
+    Raises: :class:`BusyError`; :class:`ExistsError` if the step is a checkpoint, or being saved, or before one that is;
+    :class:`StorageError`.
     """
     checkpointer._lifetime.check_open("issue")
     checkpointer._keeper.wait_ready()
@@ -79,26 +124,30 @@ def issue(checkpointer: Checkpointer, step: int | None = None, *, least: int = 0
 def save(
     checkpointer: Checkpointer,
     state: Any,
-    ticket: Ticket,
+    to: Ticket | int,
     *,
     metadata: Mapping[str, Any] | None = None,
     label: Label | None = None,
+    since: Versions | None = None,
 ) -> Save:
-    """As ``Checkpointer.save``, under the identity of the ticket.
+    """As ``Checkpointer.save``: under the identity of a ticket, or, where every rank counts alike, a step.
 
+    ``label``: a directory of small files that appears with the checkpoint, for those who look for it by a name.
+    ``since``: of tensors that must not have changed either; noted when the state was taken, if that was earlier.
     Raises also: :class:`ExistsError` if this rank has used the ticket before.  If it raises, the other ranks are told.
     """
     checkpointer._lifetime.check_open("save")
-    return checkpointer._saver.save(ticket, state, metadata, label)
+    return checkpointer._saver.save(to if isinstance(to, Ticket) else check_step(to), state, metadata, label, since)
 
 
 def withdraw(checkpointer: Checkpointer, ticket: Ticket, error: BaseException) -> None:
     """Give the ticket up: its step is free for another attempt.  Never blocks for another rank.
 
-    A rank that has not begun to save tells the others, which then need not wait.  A save that has begun ends as it may.
+    A rank that has not begun to save tells the others, which then need not wait.  So does rank 0 if it has sealed the
+    save: it is not committed, unless that is done.  A save that has begun otherwise ends as it may.
     """
-    if not checkpointer._steps.withdraw(ticket):
-        checkpointer._saver.give_up(ticket.step, ticket.attempt, error)
+    is_begun = checkpointer._steps.withdraw(ticket)
+    checkpointer._saver.give_up(ticket.step, ticket.attempt, error, is_begun)
 
 
 def settle(checkpointer: Checkpointer) -> None:
@@ -111,13 +160,31 @@ def settle(checkpointer: Checkpointer) -> None:
         checkpointer.wait("committed")
 
 
+def show_labels(root: str | os.PathLike[str]) -> None:
+    """Let the labels of committed saves appear that a crash has prevented.  For whoever has the root to himself.
+
+    Raises: :class:`StorageError`.
+    """
+    labels.publish_committed(Catalog(root))
+
+
+def has_saves(root: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None) -> bool:
+    """Whether something was saved to this root, or has begun to be.  Raises: :class:`StorageError`."""
+    return bool(Catalog(root, storage_options=storage_options).look().saves)
+
+
+def keeper_pid(checkpointer: Checkpointer) -> int | None:
+    """The process id of the keeper, if one runs: for those who watch its memory, or end it in tests."""
+    return checkpointer._keeper.pid
+
+
 class UpdateGate:
     """Holds back every optimizer's update in this process, for saves that another thread has yet to request.
 
     ``fence`` is called after a wait, before the update: it waits for what has been requested meanwhile.
     """
 
-    def __init__(self, fence: Callable[[], None]) -> None:
+    def __init__(self, fence: Callable[[], object]) -> None:
         self._fence = fence
         self._holds = Holds()
         self._owner_pid = os.getpid()
@@ -129,7 +196,11 @@ class UpdateGate:
         return os.getpid() == self._owner_pid
 
     def hold(self, hint: str) -> Callable[[], None]:
-        """From now on, until the function returned is called.  After a while a wait is mentioned, with the ``hint``."""
+        """From now on, until the function returned is called.  After a while a wait is mentioned, with the ``hint``.
+
+        Call it where training goes on: a save that another thread requests meanwhile is in the order of this thread's
+        current streams.
+        """
         return self._holds.add(hint)
 
     def wait(self) -> None:

@@ -6,16 +6,20 @@ import importlib
 import io
 import os
 import pickle
+import threading
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
 
 import stillframe
 from stillframe.integrations.dcp import Reader, Stager, Writer
 from tests import layout
+from tests.support import assert_same, until
 
 dcp: Any = importlib.import_module("torch.distributed.checkpoint")
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore::FutureWarning")
@@ -108,7 +112,7 @@ def test_steps_are_numbered_or_named(tmp_path: Path) -> None:
 def test_retention(tmp_path: Path) -> None:
     for n in range(4):
         dcp.save({"n": n}, storage_writer=Writer(tmp_path, keep=stillframe.KeepLast(2)))
-    assert stillframe.Catalog(tmp_path).steps() == [2, 3]
+    until(lambda: stillframe.Catalog(tmp_path).steps() == [2, 3], "the first two are removed")
 
 
 def test_a_lazy_save_returns_at_once_and_holds_back_the_update_only(tmp_path: Path) -> None:
@@ -204,7 +208,125 @@ def test_a_lazy_save_of_what_cannot_be_stored_says_so_in_both_futures(tmp_path: 
 
 
 class Odd:
-    pass
+    def __init__(self, value: int = 0) -> None:
+        self.value = value
+
+
+def test_tensors_in_tuples_come_back_with_their_data(tmp_path: Path) -> None:
+    one, two = torch.arange(3.0), torch.arange(4000).view(40, 100)
+    state = {"hidden": (one, two), "deep": [{"a": (two[3:], 5, {"b": [one]})}], "w": one * 2}
+    dcp.save(state, storage_writer=Writer(tmp_path))
+    empty = torch.zeros
+    into: dict[str, Any] = {"hidden": (empty(3), 0), "deep": [{"a": None}], "w": empty(3)}
+    dcp.load(into, storage_reader=Reader(tmp_path))
+    assert_same(into, state)
+    segment = layout.segment(tmp_path, 0)
+    os.truncate(segment, segment.stat().st_size - 100)
+    fails(lambda: dcp.load({"hidden": (empty(3), 0)}, storage_reader=Reader(tmp_path)), "bytes instead of")
+
+
+def test_a_state_that_a_planner_does_not_flatten(tmp_path: Path) -> None:
+    options = {"flatten_state_dict": False, "flatten_sharded_tensors": False}
+    state = {"w": torch.ones(2), "cfg": {"lr": 0.1, 7: [torch.arange(3), "x"]}, "cfg.lr": {"other": 3}}
+    dcp.save(state, storage_writer=Writer(tmp_path), planner=dcp.DefaultSavePlanner(**options))
+    into: dict[str, Any] = {"w": torch.zeros(2), "cfg": None, "cfg.lr": None}
+    dcp.load(into, storage_reader=Reader(tmp_path), planner=dcp.DefaultLoadPlanner(**options))
+    assert_same(into, state)
+    flat = {"w": torch.zeros(2), "cfg": {"lr": 0.0}}  # what a planner that flattens finds there, as before
+    dcp.load(flat, storage_reader=Reader(tmp_path))
+    assert_same(flat, {"w": torch.ones(2), "cfg": {"lr": 0.1}})
+    missing = {"model": None}
+    fails(
+        lambda: dcp.load(missing, storage_reader=Reader(tmp_path), planner=dcp.DefaultLoadPlanner(**options)), "model"
+    )
+
+
+def test_the_metadata_tells_what_dcp_says_it_does(tmp_path: Path) -> None:
+    writer, reader = Writer(tmp_path), Reader(tmp_path)
+    ids = set()
+    for _ in range(2):
+        returned = dcp.save({"w": torch.ones(2)}, storage_writer=writer)
+        read = reader.read_metadata()
+        for found in (returned, read):
+            assert found.storage_meta is not None
+            assert found.version == CURRENT_DCP_VERSION
+            assert (found.storage_meta.checkpoint_id, found.storage_meta.save_id) == (writer.path, writer.save_id)
+        assert read.storage_meta is not None
+        assert read.storage_meta.load_id == reader.load_id is not None
+        ids.add(writer.save_id)
+    assert len(ids) == 2
+    assert list(pickle.loads(pickle.dumps(read)).state_dict_metadata) == ["w"]
+
+
+def test_plans_from_the_cache_after_a_change_of_storage(tmp_path: Path) -> None:
+    class Cached(dcp.DefaultSavePlanner):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__(enable_plan_caching=True)
+
+    kinds = [(dcp.FileSystemWriter, dcp.FileSystemReader), (Writer, Reader)]
+    for first, second in (kinds, kinds[::-1]):
+        for attribute in ("_cached_save_plan", "_cached_all_plans", "_cached_global_plan", "_cached_final_save_plan"):
+            getattr(dcp.SavePlanner, attribute).clear()
+        for number, (writer, reader) in enumerate((first, second, first, second)):
+            place = tmp_path / f"{first[0].__name__}-{number}"
+            dcp.save({"w": torch.full((2,), number)}, storage_writer=writer(place), planner=Cached())
+            into = {"w": torch.full((2,), -1)}
+            dcp.load(into, storage_reader=reader(place))
+            assert into["w"].tolist() == [number, number]
+
+
+def test_what_only_pickle_holds_is_stored_when_it_is_allowed(tmp_path: Path) -> None:
+    state: dict[str, Any] = {"file": io.BytesIO(b"bytes"), "odd": {"x": Odd(3)}, "pair": (Odd(4), torch.ones(2))}
+    fails(lambda: dcp.save(state, storage_writer=Writer(tmp_path)), "only pickle can hold", "Writer(…, allow_pickle")
+    dcp.save(state, storage_writer=Writer(tmp_path, allow_pickle=True))
+    lazy = Writer(tmp_path, allow_pickle=True)
+    dcp.async_save(state, storage_writer=lazy, async_stager=Stager(lazy)).upload_completion.result(20)
+    for step in stillframe.Catalog(tmp_path).steps():
+        into: dict[str, Any] = {"file": None, "odd": {"x": None}, "pair": None}
+        fails(lambda: dcp.load(into, storage_reader=Reader(tmp_path, step=step)), "Reader(…, allow_pickle")  # noqa: B023
+        dcp.load(into, storage_reader=Reader(tmp_path, step=step, allow_pickle=True))
+        assert (into["file"].getvalue(), into["odd"]["x"].value, into["pair"][0].value) == (b"bytes", 3, 4)
+        assert torch.equal(into["pair"][1], torch.ones(2))
+    fails(lambda: dcp.save({"q": quantized()}, storage_writer=Writer(tmp_path)), "'q'", "dequantize()")
+
+
+def quantized() -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
+
+
+def test_a_root_is_not_written_to_twice_if_that_is_not_wanted(tmp_path: Path) -> None:
+    for number in range(2):
+        dcp.save({"n": number}, storage_writer=Writer(tmp_path))
+    fails(lambda: dcp.save({"n": 2}, storage_writer=Writer(tmp_path, overwrite=False)), "overwrite=False", "step 1")
+    dcp.save({"n": 3}, storage_writer=Writer(tmp_path / "new", overwrite=False))
+    assert stillframe.load(tmp_path)["n"] == 1
+    assert stillframe.load(tmp_path / "new")["n"] == 3
+
+
+def test_saves_to_several_roots_at_once_are_all_made(tmp_path: Path) -> None:
+    asked = threading.Event()
+
+    class Slow(dcp.DefaultSavePlanner):  # type: ignore[misc]
+        def lookup_object(self, index: Any) -> Any:
+            assert asked.wait(60)
+            return super().lookup_object(index)
+
+    names = ("model", "ema", "more")
+    slow = dcp.async_save({"w": torch.ones(9), "n": 0}, storage_writer=Writer(tmp_path / "model"), planner=Slow())
+    for number in (1, 2):
+        saving = [
+            dcp.async_save({"w": torch.ones(9), "n": number}, storage_writer=Writer(tmp_path / name))
+            for name in (names if number == 1 else reversed(names))
+        ]
+        for each in saving:
+            each.result(60)
+    asked.set()
+    slow.result(60)
+    for name in names:
+        found = [stillframe.load(tmp_path / name, each)["n"] for each in stillframe.Catalog(tmp_path / name).steps()]
+        assert sorted(found) == ([0, 1, 2] if name == "model" else [1, 2]), name
 
 
 def test_live_memory_does_not_go_to_another_process(tmp_path: Path) -> None:
@@ -269,6 +391,25 @@ def test_two_saves_of_one_writer_do_not_take_one_another_for_theirs(tmp_path: Pa
     response.upload_completion.result(20)
     for step in stillframe.Catalog(tmp_path).steps():
         assert torch.equal(stillframe.load(tmp_path, step)["model"]["0.weight"], expected), step
+
+
+def test_a_change_by_hand_fails_a_lazy_save_also_before_dcp_has_planned_it(tmp_path: Path) -> None:
+    planning = threading.Event()
+
+    class Waiting(dcp.DefaultSavePlanner):  # type: ignore[misc]
+        def create_local_plan(self) -> Any:
+            assert planning.wait(20)
+            return super().create_local_plan()
+
+    model, _ = trained()
+    writer = Writer(tmp_path)
+    state = {"model": model.state_dict()}
+    response = dcp.async_save(state, storage_writer=writer, async_stager=Stager(writer), planner=Waiting())
+    with torch.no_grad():
+        model.get_parameter("0.weight").mul_(2)
+    planning.set()
+    fails(lambda: response.upload_completion.result(20), "'model/0.weight' changed in place")
+    assert stillframe.Catalog(tmp_path).steps() == []
 
 
 def test_a_writer_lets_go_of_its_root(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -11,14 +12,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from stillframe import Catalog, Checkpointer, ConfigError, ExistsError, KeepLast, Label, StateError, spi
+from stillframe import Catalog, Checkpointer, ConfigError, ExistsError, KeepLast, StateError, spi
 from stillframe.checkpoint import labels
 from stillframe.checkpoint.epochs import next_epoch
 from stillframe.checkpoint.removal import remove, set_aside
 from stillframe.format import names
 from stillframe.model import SaveId
+from stillframe.spi import Label
 from stillframe.store.posix import PosixStore
 from tests import layout
+from tests.support import pause, until
 
 WHOLE = torch.arange(60.0).reshape(6, 10)
 
@@ -27,7 +30,7 @@ def tagged(root: Path, *steps: int, keep: KeepLast | None = None) -> None:
     """A run that saves these steps, each with a tag."""
     with Checkpointer(root, keep=keep) as checkpointer:
         for step in steps:
-            checkpointer.save(step, {"n": step}, label=tag(step))
+            spi.save(checkpointer, {"n": step}, step, label=tag(step))
             checkpointer.wait()
 
 
@@ -53,42 +56,86 @@ def tags(root: Path) -> list[str]:
 
 def test_a_label_appears_with_the_checkpoint_and_says_whose_it_is(tmp_path: Path) -> None:
     with Checkpointer(tmp_path) as checkpointer:
-        checkpointer.save(5, {"w": WHOLE}, label=Label("best", ("a.pt", "b.pt"), b"content", is_latest=True)).wait()
+        spi.save(
+            checkpointer, {"w": WHOLE}, 5, label=Label("best", ("a.pt", "b.pt"), b"content", is_latest=True)
+        ).wait()
         assert sorted(path.name for path in (tmp_path / "best").iterdir()) == ["a.pt", "b.pt", layout.LABEL]
         data = (tmp_path / "best" / "b.pt").read_bytes()
         assert data.startswith(b"content\n{")
         assert spi.read_alias(data) == (Catalog(tmp_path).find(5), 0)
         assert latest(tmp_path) == "best"
-        checkpointer.save(7, {"w": WHOLE}, label=Label("other"))
+        spi.save(checkpointer, {"w": WHOLE}, 7, label=Label("other"))
         checkpointer.wait()
         assert latest(tmp_path) == "best"
     assert Catalog(tmp_path).steps() == [5, 7]
     assert not layout.unfinished_files(tmp_path)
 
 
-def test_a_later_save_takes_the_name_over_and_the_earlier_one_stays(tmp_path: Path) -> None:
-    with Checkpointer(tmp_path) as checkpointer:
+@pytest.mark.parametrize("keep", [None, KeepLast(2)])
+def test_a_later_save_takes_the_name_over_and_the_earlier_one_goes(tmp_path: Path, keep: KeepLast | None) -> None:
+    with Checkpointer(tmp_path, keep=keep) as checkpointer:
+        spi.save(checkpointer, {"n": 0}, 0, label=Label("other", ("x",))).wait()
         for step in (1, 2, 3):
-            checkpointer.save(step, {"n": step}, label=Label("best", ("x",), is_latest=step < 3)).wait()
+            spi.save(checkpointer, {"n": step}, step, label=Label("best", ("x",), is_latest=step < 3)).wait()
             assert alias(tmp_path / "best" / "x").step == step
-    assert Catalog(tmp_path).steps() == [1, 2, 3]
+    assert Catalog(tmp_path).steps() == [0, 3], "what has lost its label does not count for the policy"
     assert not layout.unfinished_files(tmp_path)
-    tagged(tmp_path, 4, keep=KeepLast(2))
-    assert tags(tmp_path) == ["best", "tag4"], "step 1 has gone, and its name is another's"
+
+
+def test_a_checkpoint_that_was_not_removed_when_it_lost_its_label_goes_later(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path) as checkpointer:
+        spi.save(checkpointer, {"n": 1}, 1, label=Label("best", ("x",))).wait()
+        Catalog(tmp_path).pin(1)
+        spi.save(checkpointer, {"n": 2}, 2, label=Label("best", ("x",))).wait()
+    assert Catalog(tmp_path).steps() == [1, 2]
+    Catalog(tmp_path).unpin(1)
+    tagged(tmp_path, 3)
+    assert Catalog(tmp_path).steps() == [2, 3]
+
+
+def test_a_checkpoint_goes_when_its_label_is_removed_by_hand(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path) as checkpointer:
+        for step in range(1, 5):
+            spi.save(checkpointer, {"n": step}, step, label=tag(step)).wait()
+        checkpointer.save(5, {"n": 5}).wait()
+        shutil.rmtree(tmp_path / "tag2")
+        (tmp_path / "tag3").rename(tmp_path / "moved")
+        shutil.copytree(tmp_path / "tag1", tmp_path / "copied")
+        shutil.rmtree(tmp_path / "tag1")
+        spi.save(checkpointer, {"n": 6}, 6, label=tag(6)).wait()
+    assert Catalog(tmp_path).steps() == [1, 3, 4, 5, 6]
+    shutil.rmtree(tmp_path / "tag4")  # the next run has not seen it: this may be a copy of a part of the root
+    tagged(tmp_path, 7)
+    assert Catalog(tmp_path).steps() == [1, 3, 4, 5, 6, 7]
+
+
+@pytest.mark.parametrize("how", ["hidden", "partial", "its files", "deeper"])
+def test_what_may_be_the_label_in_another_form_keeps_its_checkpoint(tmp_path: Path, how: str) -> None:
+    with Checkpointer(tmp_path) as checkpointer:
+        spi.save(checkpointer, {"n": 1}, 1, label=Label("tag1", ("x",))).wait()
+        tag1 = tmp_path / "tag1"
+        to = tmp_path / {"hidden": ".tag1", "partial": "tag1.partial", "its files": "best", "deeper": "kept/tag1"}[how]
+        to.parent.mkdir(exist_ok=True)
+        shutil.move(tag1, to)
+        if how == "its files":
+            (to / layout.LABEL).unlink()
+        for step in (2, 3):
+            spi.save(checkpointer, {"n": step}, step, label=tag(step)).wait()
+    assert Catalog(tmp_path).steps() == [1, 2, 3]
 
 
 def test_a_label_goes_with_its_checkpoint_and_not_the_other_way_round(tmp_path: Path) -> None:
     with Checkpointer(tmp_path, keep=KeepLast(2)) as checkpointer:
         for step in (1, 2):
-            checkpointer.save(step, {"w": WHOLE}, label=Label(f"tag{step}", ("x",)))
+            spi.save(checkpointer, {"w": WHOLE}, step, label=Label(f"tag{step}", ("x",)))
         checkpointer.wait()
         (tmp_path / "tag2").rename(tmp_path / "moved")
         (tmp_path / "tag2").mkdir()
         (tmp_path / "tag2" / "mine").write_text("not of stillframe")
-        checkpointer.save(3, {"w": WHOLE}, label=Label("tag3"))
+        spi.save(checkpointer, {"w": WHOLE}, 3, label=Label("tag3"))
         checkpointer.wait()
+        until(lambda: not (tmp_path / "tag1").exists(), "the first label is removed")
         assert Catalog(tmp_path).steps() == [2, 3]
-        assert not (tmp_path / "tag1").exists()
         checkpointer.save(4, {"w": WHOLE})
         checkpointer.save(5, {"w": WHOLE})
     assert Catalog(tmp_path).steps() == [4, 5]
@@ -102,7 +149,7 @@ def test_a_label_of_a_run_that_died_right_after_its_commit_is_published_by_the_n
     layout.unfinished_label(tmp_path, 9).mkdir()  # of a step that was never committed
     (layout.unfinished_label(tmp_path, 5) / "a.pt.0123abcd.partial").write_text("of a keeper that died")
     with Checkpointer(tmp_path) as checkpointer:
-        checkpointer.save(6, {"w": WHOLE}, label=Label("next"))
+        spi.save(checkpointer, {"w": WHOLE}, 6, label=Label("next"))
     assert sorted(os.listdir(tmp_path / "tag5")) == ["a.pt", "b.pt", layout.LABEL]
     assert latest(tmp_path) == "tag5"
     assert Catalog(tmp_path).steps() == [5, 6]
@@ -145,7 +192,7 @@ def test_latest_follows_the_branch(tmp_path: Path) -> None:
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.rewind(2)
         assert latest(tmp_path) == "tag2"
-        checkpointer.save(3, {"n": "again"}, label=tag(3)).wait()
+        spi.save(checkpointer, {"n": "again"}, 3, label=tag(3)).wait()
         assert latest(tmp_path) == "tag3"
         new = alias(tmp_path / "tag3" / "a.pt")
         assert new != old
@@ -154,7 +201,7 @@ def test_latest_follows_the_branch(tmp_path: Path) -> None:
         assert latest(tmp_path) == "tag1"
     tagged(tmp_path / "none", 5)
     with Checkpointer(tmp_path / "none") as checkpointer:
-        checkpointer.save(6, {"n": 6}, label=Label("later", is_latest=True)).wait()
+        spi.save(checkpointer, {"n": 6}, 6, label=Label("later", is_latest=True)).wait()
         checkpointer.rewind(5)
     assert latest(tmp_path / "none") == "tag5"
 
@@ -209,7 +256,7 @@ def test_a_label_that_fails_costs_a_warning_and_no_checkpoint(
     tagged(tmp_path, 4)
     mine = spoil(tmp_path)
     with Checkpointer(tmp_path) as checkpointer:
-        checkpointer.save(5, {"n": 5}, label=tag(5)).wait()
+        spi.save(checkpointer, {"n": 5}, 5, label=tag(5)).wait()
         checkpointer.save(6, {"n": 6}).wait()
     told = [each.message for each in caplog.records if "tag5" in each.message]
     assert len(told) == 1, caplog.text
@@ -243,19 +290,19 @@ def test_a_keeper_that_dies_while_it_writes_a_label_leaves_nothing_in_it(tmp_pat
     many = tuple(f"{number}.pt" for number in range(3000))
     with Checkpointer(tmp_path, on_error="warn") as checkpointer:
         checkpointer.save(1, {"n": 1}).wait()
-        save = checkpointer.save(2, {"n": 2}, label=Label("best", many, b"x" * 1000))
+        save = spi.save(checkpointer, {"n": 2}, 2, label=Label("best", many, b"x" * 1000))
         until_s = time.monotonic() + 30
         while not any(tmp_path.glob("label-*.partial/*.pt")):
             assert time.monotonic() < until_s
-        pid = checkpointer.keeper_pid
+        pid = spi.keeper_pid(checkpointer)
         assert pid is not None
-        os.kill(pid, signal.SIGSTOP)
+        pause(pid)
         begun = next(tmp_path.glob("label-*.partial"))
         (begun / "0.pt.0123abcd.partial").write_bytes(b"half of it")  # the instant is too short to be hit by chance
         os.kill(pid, signal.SIGKILL)
         with pytest.raises(Exception, match="was killed by SIGKILL"):
             save.wait()
-        checkpointer.save(2, {"n": 2}, label=Label("best", many[:3])).wait()
+        spi.save(checkpointer, {"n": 2}, 2, label=Label("best", many[:3])).wait()
         assert sorted(os.listdir(tmp_path / "best")) == sorted([*many[:3], layout.LABEL])
     assert alias(tmp_path / "best" / "0.pt").attempt == 2
     assert not layout.unfinished_files(tmp_path)
@@ -270,11 +317,13 @@ def test_a_removal_that_was_interrupted_takes_the_label_when_it_goes_on(tmp_path
     assert tags(tmp_path) == ["tag1", "tag3"]
 
 
+@pytest.mark.parametrize("by", ["a save", "show_labels"])
 @pytest.mark.parametrize("done", ["first rename", "both renames"])
-def test_a_name_that_was_being_taken_over_goes_to_the_later_save(tmp_path: Path, done: str) -> None:
+def test_a_name_that_was_being_taken_over_goes_to_the_later_save(tmp_path: Path, done: str, by: str) -> None:
     with Checkpointer(tmp_path) as checkpointer:
         for step in (1, 2):
-            checkpointer.save(step, {"n": step}, label=Label("best", ("x",), is_latest=True)).wait()
+            spi.save(checkpointer, {"n": step}, step, label=Label("best", ("x",), is_latest=True)).wait()
+            Catalog(tmp_path).pin(step)  # else the first would be gone by now
     first, second = (layout.unfinished_label(tmp_path, step) for step in (1, 2))
     kept = (layout.step_dir(tmp_path, 1) / layout.LABEL).read_bytes()
     first.mkdir()
@@ -282,8 +331,11 @@ def test_a_name_that_was_being_taken_over_goes_to_the_later_save(tmp_path: Path,
     (first / "x").write_bytes(b'\n{"step":1,"epoch":1,"attempt":1,"rank":0}')
     if done == "first rename":
         (tmp_path / "best").rename(second)
-    with Checkpointer(tmp_path) as checkpointer:
-        checkpointer.save(3, {"n": 3})
+    if by == "a save":
+        with Checkpointer(tmp_path) as checkpointer:
+            checkpointer.save(3, {"n": 3})
+    else:
+        spi.show_labels(tmp_path)
     assert alias(tmp_path / "best" / "x").step == 2
     assert latest(tmp_path) == "best"
     assert not layout.unfinished_files(tmp_path)
@@ -308,3 +360,18 @@ def test_most_names_can_be_labels(name: str) -> None:
 def test_a_label_is_a_plain_name(name: object) -> None:
     with pytest.raises(ConfigError, match="cannot name a label"):
         Label(name)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "text", [b"\xff\xfe", b'{"of tomorrow":' + b"[" * 100_000, b"", b"[]"], ids=lambda text: repr(text[:8])
+)
+def test_a_damaged_note_of_a_label_costs_neither_saves_nor_retention(tmp_path: Path, text: bytes) -> None:
+    """It killed the keeper after each commit."""
+    tagged(tmp_path, 1, 2)
+    for path in (layout.step_dir(tmp_path, 1), tmp_path / "tag1"):
+        (path / layout.LABEL).write_bytes(text)
+    with Checkpointer(tmp_path, keep=KeepLast(1)) as checkpointer:
+        for step in (3, 4):
+            spi.save(checkpointer, {"n": step}, step, label=Label(f"tag{step}")).wait(timeout_s=60)
+    assert Catalog(tmp_path).steps() == [4]
+    assert (tmp_path / "tag4").exists()

@@ -116,6 +116,20 @@ def test_frozen_parameters_and_neighbours_in_memory_are_copied() -> None:
     assert float(still["frozen"].max()) == 0
 
 
+def test_an_embedding_that_its_forward_scales_down_is_copied_but_not_its_optimizer_state() -> None:
+    model = torch.nn.EmbeddingBag(6, 4, max_norm=0.1)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.tensor([[1, 2]])).sum().backward()
+    optimizer.step()
+    state: dict[str, Any] = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    before = model.weight.detach().clone()
+    still = LiveState().state(state)
+    model(torch.tensor([[3, 4]]))
+    assert not torch.equal(model.weight, before)
+    assert torch.equal(still["model"]["weight"], before)
+    assert still["optimizer"]["state"][0]["exp_avg"] is state["optimizer"]["state"][0]["exp_avg"]
+
+
 def test_what_cannot_be_copied_is_left_for_others_to_refuse() -> None:
     lock = threading.Lock()
     assert LiveState().state({"x": lock})["x"] is lock

@@ -95,7 +95,7 @@ class Own(Client):
         self.checkpointer.wait()
 
     def restore(self) -> int:
-        return self.checkpointer.restore({"model": self.model, "optimizer": self.optimizer}) or 0
+        return self.checkpointer.restore({"model": self.model, "optimizer": self.optimizer}).step or 0
 
 
 class Dcp(Client):

@@ -25,6 +25,7 @@ from tests.ranks.saying import say
 from tests.support import assert_same
 
 warnings.simplefilter("ignore")
+sharding: Any = importlib.import_module("torch.distributed._shard.sharded_tensor")
 dcp: Any = importlib.import_module("torch.distributed.checkpoint")
 """Its names are not declared as exported."""
 
@@ -119,6 +120,18 @@ def write(root: Path) -> None:
         saving.result()
         assert_same(loaded(root / kind.name), expected[5])
 
+    # DCP's process and the trainer take turns in one root.
+    for step in range(4):
+        turn, where = state(step), Writer(root / "turns")
+        if step % 2:
+            dcp.save(turn, storage_writer=where)
+        else:
+            kind = AsyncCheckpointerType.PROCESS
+            dcp.async_save(turn, storage_writer=where, async_checkpointer_type=kind, process_group=group).result()
+        update(model, optimizer, step)
+    for step in range(4):
+        assert_same(loaded(root / "turns", step), expected[step])
+
     # What a Checkpointer wrote, through DCP; and what DCP wrote, through a Checkpointer.
     with stillframe.Checkpointer(root / "ours") as checkpointer:
         checkpointer.save(8, stillframe.TrainState(model, optimizer, note="ours", more=[8, 2.5]))
@@ -128,7 +141,7 @@ def write(root: Path) -> None:
     other, its = build(seed=3)
     back = stillframe.TrainState(other, its, note="", more=[0, 0])
     with stillframe.Checkpointer(root / "sync") as checkpointer:
-        assert checkpointer.restore(back, step=2) == 2
+        assert checkpointer.restore(back, step=2).step == 2
     assert_same(frozen(state_of(other, its, note=back.more["note"], more=back.more["more"])), newest)
 
     # Everybody alone.
@@ -157,6 +170,27 @@ def write(root: Path) -> None:
         checkpointer.restore({"ema": into, "pairs": [{"a": torch.zeros(3)}, [torch.ones(2)]]})
     assert_same(into, rows)
 
+    # A ShardedTensor with several shards on each rank, of different shapes.
+    whole = torch.arange(48.0).view(8, 6)
+    dcp.save({"sharded": pieces(whole), "n": 3}, storage_writer=Writer(root / "pieces"))
+    new = {"sharded": pieces(torch.zeros(8, 6)), "n": 0}
+    dcp.load(new, storage_reader=Reader(root / "pieces"))
+    assert new["n"] == 3
+    for one, two in zip(new["sharded"].local_shards(), pieces(whole).local_shards(), strict=True):
+        assert_same(one.tensor, two.tensor)
+    assert_same(stillframe.load(root / "pieces")["sharded"], whole)
+
+    # A DTensor where DCP hands over rank 0's part only is refused: it would come back as every rank's.
+    sharded = next(model.parameters())
+    for hidden, flatten in (({"pair": (sharded, 1)}, True), ({"pair": {"w": sharded}}, False)):
+        planner = dcp.DefaultSavePlanner(flatten_state_dict=flatten, flatten_sharded_tensors=flatten)
+        try:
+            dcp.save(hidden, storage_writer=Writer(root / "hidden"), planner=planner)
+            raise AssertionError("a part was stored for the whole")
+        except dcp.CheckpointException as error:
+            if "pair/" not in str(error):
+                raise
+
     # A list that each rank keeps for itself is nobody else's, however long theirs are.
     mine = [torch.full((2,), float(dist.get_rank())) for _ in range(2 + dist.get_rank())]
     with stillframe.Checkpointer(root / "own") as checkpointer:
@@ -176,9 +210,28 @@ def write(root: Path) -> None:
         torch.save(newest, root / "expected.pt")
 
 
+def pieces(source: torch.Tensor) -> Any:
+    """An 8 × 6 tensor, divided into five, of which each rank has some."""
+    boxes = [[(0, 0, 2, 6), (4, 0, 2, 3)], [(2, 0, 2, 6), (4, 3, 2, 3), (6, 0, 2, 6)]][dist.get_rank()]
+    shards = [
+        sharding.Shard.from_tensor_and_offsets(source[y : y + rows, x : x + columns].clone(), [y, x], dist.get_rank())
+        for y, x, rows, columns in boxes
+    ]
+    return sharding.init_from_local_shards(shards, 8, 6)
+
+
 def read(root: Path) -> None:
     """By another number of ranks than wrote it."""
     assert_same(loaded(root / "sync"), torch.load(root / "expected.pt"))
+    some = dist.new_group(range(1, dist.get_world_size()) if dist.get_world_size() > 1 else [0])
+    if dist.get_rank() > 0:  # some of the ranks save, as for one replica of several
+        for number in range(2):
+            mine = {"n": number, f"from {dist.get_rank()}": torch.full((3,), dist.get_rank())}
+            dcp.save(mine, storage_writer=Writer(root / "some"), process_group=some)
+    dist.barrier()
+    if dist.get_world_size() > 1:
+        found = stillframe.load(root / "some")
+        assert (found["n"], found["from 2"].tolist()) == (1, [2, 2, 2])
 
 
 def train(root: Path, die_at: int = -1) -> None:

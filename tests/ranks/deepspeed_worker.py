@@ -6,6 +6,8 @@ import argparse
 import copy
 import enum
 import functools
+import gc
+import io
 import logging
 import os
 import shutil
@@ -27,10 +29,10 @@ import torch.distributed as dist  # noqa: E402
 import stillframe  # noqa: E402
 from stillframe import spi  # noqa: E402
 from stillframe.integrations import deepspeed as ours  # noqa: E402
-from stillframe.integrations.open_roots import close_root  # noqa: E402
+from stillframe.integrations.open_roots import close_root, find_root  # noqa: E402
 from tests import layout  # noqa: E402
 from tests.ranks.saying import say  # noqa: E402
-from tests.support import assert_same  # noqa: E402
+from tests.support import assert_same, until  # noqa: E402
 
 logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
 deepspeed.ops.__compatible_ops__.clear()  # compile nothing
@@ -225,6 +227,8 @@ def choices(root: Path) -> None:
         weights = torch.load(where / "weights.bin", weights_only=True)
         assert weights["first.weight"].dtype == torch.bfloat16
     fails(lambda: engine.save_checkpoint(str(where), "a/b"), "ConfigError", "a/b")
+    fails(lambda: engine.save_checkpoint("s3://bucket/run"), "ConfigError", "stillframe copy")
+    assert not Path("s3:").exists(), "DeepSpeed has made a directory of a URL"
     (where / "theirs").mkdir(exist_ok=True)
     fails(lambda: engine.save_checkpoint(str(where), "theirs"), "ExistsError", "theirs", "choose another")
 
@@ -248,9 +252,12 @@ def choices(root: Path) -> None:
         engine.save_checkpoint(str(root / "few"))
     engine.destroy()
     engine.checkpoint_engine.cleanup()
-    dist.barrier()  # rank 0's keeper shows and removes tags, and only rank 0 waits for that
-    tags = sorted(path.parent.name for path in (root / "few").glob("*/mp_rank_00_model_states.pt"))
-    assert tags == ["global_step3", "global_step4"], tags
+
+    def tags() -> list[str]:
+        return sorted(path.parent.name for path in (root / "few").glob("*/mp_rank_00_model_states.pt"))
+
+    until(lambda: tags() == ["global_step3", "global_step4"], "rank 0's keeper shows and removes tags")
+    dist.barrier()
     for wrong in ({"host_cache_size": -1}, {"keep_last": True}, {"host_cache": 1}, {"allow_pickle": "yes"}):
         settings = config(1, "bf16", datastates_ckpt=wrong)
         fails(functools.partial(build, settings), "datastates_ckpt", "give")
@@ -262,6 +269,167 @@ def alias(tag: Path) -> Any:
     found = {each[0] for each in aliases if each is not None}
     assert len(found) == 1, aliases
     return found.pop()
+
+
+def tags_and_steps(where: Path) -> tuple[dict[str, int], list[int]]:
+    """The step that each tag stands for; and all steps that are there."""
+    found = {path.parent.name: alias(path.parent).step for path in where.glob("*/mp_rank_00_model_states.pt")}
+    return found, stillframe.Catalog(where).steps()
+
+
+def second(root: Path) -> None:
+    """Any engine of this process sees what another has saved, in a root that is new, and also of one that is gone."""
+    for each, tag in enumerate((None, "named", None)):
+        where = str(root / f"second-{each}")
+        first, other = build(config(2, "bf16")), build(config(2, "bf16"), seed=9)
+        update(first, 0, 2)
+        first.save_checkpoint(where, tag)
+        expected = state_of(first)
+        if each == 2:
+            del first
+            gc.collect()
+        path, _ = other.load_checkpoint(where, tag)
+        assert path is not None, f"nothing was loaded, {tag}"
+        assert_same(state_of(other), expected)
+    fails(lambda: other.load_checkpoint(where, "typo"), "NotFoundError", "typo")
+    dist.barrier()
+    if dist.get_rank() == 0:  # a tag alone, copied to another root: that has a save of the same name, or none
+        for at in (1, 2):
+            shutil.copytree(root / "second-0" / "global_step2", root / f"second-{at}" / "copied")
+    dist.barrier()
+    fails(lambda: other.load_checkpoint(str(root / "second-1"), "copied"), "NotFoundError", "copy a whole save_dir")
+    fails(lambda: other.load_checkpoint(where, "copied"), "FormatError", "copy a whole save_dir")
+    assert other.load_checkpoint(str(root / "nowhere")) == (None, None)  # as DeepSpeed
+    other.destroy()
+
+
+def again(root: Path) -> None:
+    """Tags that are saved again, going back, and tags that are removed: the data of a tag go with it."""
+    where = root / "again"
+    engine = build(config(1, "bf16", datastates_ckpt={"keep_last": 4}))
+    states = {}
+    for step in range(1, 5):
+        update(engine, step)
+        states[step] = state_of(engine)
+        engine.save_checkpoint(str(where))
+    engine.load_checkpoint(str(where), "global_step2")
+    update(engine, 30)
+    engine.save_checkpoint(str(where))  # global_step3, another one
+    expected = state_of(engine)
+    engine.load_checkpoint(str(where))
+    assert_same(state_of(engine), expected, "went on from an earlier tag")
+    wanted = {"global_step1": 1, "global_step2": 2, "global_step3": 5, "global_step4": 4}
+    until(lambda: tags_and_steps(where) == (wanted, [1, 2, 4, 5]), "the data of global_step3 go with it")
+    engine.load_checkpoint(str(where), "global_step4")
+    assert_same(state_of(engine), states[4], "a tag that nobody saved again")
+    dist.barrier()
+    engine.destroy()
+
+    where = root / "best"
+    engine = build(config(1, "bf16"))
+    for step in range(4):
+        update(engine, step)
+        engine.save_checkpoint(str(where), "best", save_latest=False)
+        engine.save_checkpoint(str(where), "last" if step < 3 else "end")
+    expected = state_of(engine)
+    engine.checkpoint_engine.cleanup()
+    until(lambda: tags_and_steps(where) == ({"best": 6, "last": 5, "end": 7}, [5, 6, 7]), "one save for each tag")
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(where / "last")
+    dist.barrier()
+    engine.save_checkpoint(str(where), "end")
+    engine.checkpoint_engine.cleanup()
+    until(lambda: tags_and_steps(where) == ({"best": 6, "end": 8}, [6, 8]), "a tag that was removed by hand")
+    update(engine, 9)
+    engine.load_checkpoint(str(where), "best")
+    assert_same(state_of(engine), expected)
+    dist.barrier()
+    engine.destroy()
+
+
+def opened(root: Path) -> None:
+    """What opens a tag's files itself: DeepSpeed without optimizer states in stage 3, and its tools."""
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    where = root / "opened"
+    engine = build(config(3, "bf16"))
+    weights = {}
+    for tag in ("old", "new"):
+        update(engine, 0)
+        engine.save_checkpoint(str(where), tag, client_state={"note": argparse.Namespace(x=1)})
+        weights[tag] = state_of(engine)[0]
+    engine.destroy()
+    for tag, options in (("old", {"load_optimizer_states": False}), ("new", {"load_module_only": True})):
+        other = build(config(3, "bf16"), seed=1)
+        assert other.load_checkpoint(str(where), tag, **options)[0] is not None
+        if "load_optimizer_states" in options:
+            assert_same(state_of(other)[0], weights[tag], f"weights of {tag}")
+        other.destroy()
+    if dist.get_rank() == 0:
+        found = get_fp32_state_dict_from_zero_checkpoint(str(where), "old")
+        assert torch.equal(found["first.bias"].bfloat16(), weights["old"]["first.bias"])
+        name = next((where / "new").glob("*_optim_states.pt"))
+        with name.open("rb") as file:
+            assert torch.load(file, weights_only=False, mmap=False)["optimizer_state_dict"]["zero_stage"] == 3
+        fails(lambda: torch.load(io.BytesIO(name.read_bytes()), weights_only=False), "FormatError", "export(")
+        fails(lambda: torch.load(name, weights_only=True), "UnpicklingError", "stillframe")
+    dist.barrier()
+
+
+def way_in(root: Path) -> None:
+    """From DeepSpeed's own checkpoints to ours, in the same directory; and through universal ones."""
+    where, settings = root / "in", config(2, "bf16", datastates_ckpt={"allow_pickle": True})
+    default = {key: value for key, value in settings.items() if key != "datastates_ckpt"}
+    engine = build(default)
+    update(engine, 0, 2)
+    engine.save_checkpoint(str(where), client_state={"odd": Odd(3)})
+    expected = state_of(engine)
+    engine.destroy()
+    engine = build(config(2, "bf16"), seed=1)
+    fails(lambda: engine.load_checkpoint(str(where)), "FormatError", "not written by stillframe", '"allow_pickle"')
+    engine.destroy()
+    engine = build(settings, seed=1)
+    path, client = engine.load_checkpoint(str(where))
+    assert path is not None
+    assert client["odd"] == Odd(3)
+    assert_same(state_of(engine), expected, "DeepSpeed's own")
+    update(engine, 2)
+    engine.save_checkpoint(str(where))
+    expected = state_of(engine)
+    engine.checkpoint_engine.cleanup()
+    dist.barrier()
+    assert (where / "latest").read_text() == "global_step3"
+    assert (where / "global_step2").is_dir()
+    if dist.get_rank() == 0:
+        universal(where / "global_step3", where / "universal")
+        (where / "latest_universal").write_text("universal")
+    dist.barrier()
+    engine.destroy()
+    one_way_in(root, expected)
+
+
+def one_way_in(root: Path, expected: Any = None) -> None:
+    """Load the universal checkpoint, on any number of ranks, and save on with stillframe."""
+    settings = config(2, "bf16", datastates_ckpt={"allow_pickle": True}, checkpoint={"load_universal": True})
+    engine = build(settings, seed=2)
+    path, _ = engine.load_checkpoint(str(root / "in"))
+    assert path is not None
+    assert engine.global_steps == 3
+    if expected is None:
+        assert find_root(root / "in") is None, "who only loads keeps nobody from saving there"
+    else:
+        for name in ("first.weight", "first.bias", "second.bias"):  # DeepSpeed leaves out buffers and what is frozen
+            assert torch.equal(engine.module.state_dict()[name], expected[0][name]), name
+    update(engine, 3)
+    to = root / f"in-{dist.get_world_size()}"
+    engine.save_checkpoint(str(to))
+    expected = state_of(engine)
+    engine.destroy()
+    engine = build(config(2, "bf16"), seed=3)
+    assert engine.load_checkpoint(str(to))[0] is not None
+    assert_same(state_of(engine), expected, "saved after the way in")
+    engine.destroy()
 
 
 def rewound(root: Path) -> None:
@@ -328,7 +496,7 @@ def strangers(root: Path) -> None:
     fails(lambda: engine.load_checkpoint(str(mine), "tag"), "NotFoundError", "optim_states.pt")
     engine.destroy()
     engine = build(default)
-    fails(lambda: engine.load_checkpoint(str(mine), "torn"), "FormatError", "install()", "export(save_dir, tag, to)")
+    fails(lambda: engine.load_checkpoint(str(mine), "torn"), "IntegrityError", "bytes instead of")
     engine.destroy()
 
 
@@ -349,8 +517,6 @@ def exported(root: Path) -> None:
             assert ours.export(where, None, to) == "here"
             weights = get_fp32_state_dict_from_zero_checkpoint(str(to), "here")
             assert torch.equal(weights["first.bias"].bfloat16(), expected[0]["first.bias"])
-            if stage == 2:
-                universal(to / "here", to / "universal")
         dist.barrier()
         other = build({key: value for key, value in settings.items() if key != "datastates_ckpt"}, seed=1)
         path, client = other.load_checkpoint(str(to))
@@ -410,6 +576,14 @@ def universal(source: Path, to: Path) -> None:
         capture_output=True,
     )
     assert (to / "zero" / "first.bias" / "fp32.pt").exists()
+
+
+def left(root: Path) -> None:
+    """The interpreter ends with a save under way, without destroy()."""
+    engine = build(config(2, "bf16"))
+    update(engine, 0)
+    engine.save_checkpoint(str(root / "left"), "tag")
+    globals()["alive_at_the_end"] = engine
 
 
 def moe(root: Path) -> None:

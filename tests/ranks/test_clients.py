@@ -4,27 +4,27 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 
-from tests.ranks.launch import HERE, SOURCE
+from tests.fork_server import Child
+from tests.ranks.launch import HERE
 
 CLIENTS = ["checkpointer", "dcp", "dcp-lazy", "deepspeed"]
 
 
 def run(client: str, root: Path, what: str) -> tuple[int, str]:
-    environment = {
-        **os.environ, "PYTHONPATH": os.pathsep.join([str(SOURCE / "src"), str(SOURCE)]),
-        "OMP_NUM_THREADS": "1", "ONEDNN_MAX_CPU_ISA": "AVX512_CORE",
-    }  # fmt: skip
-    ended = subprocess.run(
-        [sys.executable, str(HERE / "client_worker.py"), client, str(root), what],
-        env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=110,
-    )  # fmt: skip
-    return ended.returncode, ended.stdout
+    with tempfile.TemporaryFile("w+") as file:
+        argv = [str(HERE / "client_worker.py"), client, str(root), what]
+        child = Child(argv, os.environ, file.fileno(), file.fileno())
+        try:
+            code = child.wait(110)
+        finally:
+            child.send_signal(signal.SIGKILL)
+        file.seek(0)
+        return code, file.read()
 
 
 @pytest.mark.parametrize("client", CLIENTS)

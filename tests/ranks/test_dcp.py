@@ -32,10 +32,16 @@ def test_other_numbers_of_ranks_load_it(written: Path, ranks: int) -> None:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("cases", [("overlap", "cached", "two_roots"), ("failure", "failure_in_threads", "alone")])
+@pytest.mark.parametrize(
+    "cases",
+    [
+        ("overlap", "cached", "two_roots", "alone", "alone_beside"),
+        ("failure", "failure_in_threads", "alone_after_failure"),
+    ],
+)
 def test_no_save_is_torn_and_the_next_one_works_at_once(tmp_path: Path, cases: tuple[str, ...]) -> None:
     """Whatever overlaps, fails on one rank, comes from DCP's cache of plans, or is one rank's alone."""
-    run_ranks(2, "ticket_worker.py", tmp_path, *cases)
+    run_ranks(2, "ticket_worker.py", tmp_path, *cases, timeout_s=280)
 
 
 def test_a_killed_run_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 A state dict does not say which of its tensors are buffers, which may change in forward.  So a tensor is used in place
 only if its memory belongs to a live optimizer, or to a live parameter that requires gradients: such memory changes in
 the update, which the fence holds back.  Everything else is copied to the host at once, also frozen parameters, because
-some models change them in forward.
+some models change them in forward, and the weights of embeddings with ``max_norm``, which do so themselves.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from stillframe.spi import Versions, is_wrapper, scaled_in_forward
 from stillframe.state.torch_internals import local_of, own_parameters
 
 _Path = tuple[Any, ...]
@@ -68,7 +69,12 @@ class LiveState:
 
     def _without_owner(self, tensors: dict[_Path, torch.Tensor]) -> set[_Path]:
         owned = _Owned(self._owned())
-        return {path for path, tensor in tensors.items() if tensor.numel() and not owned.covers(tensor)}
+        scaled = _Owned(scaled_in_forward(reference() for reference in self._owners))
+        return {
+            path
+            for path, tensor in tensors.items()
+            if tensor.numel() and (scaled.covers(tensor) or not owned.covers(tensor))
+        }
 
     def _owned(self) -> Iterator[torch.Tensor]:
         for reference in self._owners:
@@ -81,6 +87,13 @@ class LiveState:
                 for parameter, state in owner.state.items():
                     each_state = state.values() if isinstance(state, dict) else ()
                     yield from (each for each in (parameter, *each_state) if isinstance(each, torch.Tensor))
+
+
+def versions_of(state: Any) -> Versions:
+    """Of all tensors of a state, copies too; a DTensor and its local tensor count apart."""
+    found = dict(_tensors(state, ()))
+    names = ["/".join(map(str, path)) for path in found]
+    return Versions([*found.values(), *map(local_of, found.values())], names * 2)
 
 
 class _Owned:
@@ -160,8 +173,13 @@ def _deep_copy(_path: _Path, value: Any) -> Any:
         return value  # nothing that could be stored: who stores it says so, on every rank
 
 
+def _is_tensor(node: Any) -> bool:
+    """One that wraps others is none: it would come back in another form, so whoever stores it decides."""
+    return isinstance(node, torch.Tensor) and not is_wrapper(local_of(node))
+
+
 def _tensors(node: Any, path: _Path) -> Iterator[tuple[_Path, torch.Tensor]]:
-    if isinstance(node, torch.Tensor):
+    if _is_tensor(node):
         yield path, node
     else:
         for key, item in _items(node):
@@ -169,7 +187,7 @@ def _tensors(node: Any, path: _Path) -> Iterator[tuple[_Path, torch.Tensor]]:
 
 
 def _rebuilt(node: Any, path: _Path, copies: dict[_Path, torch.Tensor], encode: Callable[[_Path, Any], Any]) -> Any:
-    if isinstance(node, torch.Tensor):
+    if _is_tensor(node):
         return copies.get(path, node)
     if _is_container(node):
         items = [(key, _rebuilt(item, (*path, key), copies, encode)) for key, item in _items(node)]

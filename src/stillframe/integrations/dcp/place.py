@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from stillframe import register_leaf
+from stillframe.errors import ConfigError
+from stillframe.store import root_address
 
 PathLike = str | os.PathLike[str]
 
@@ -15,10 +18,11 @@ PathLike = str | os.PathLike[str]
 class Place:
     """What DCP asks of readers and writers alike."""
 
-    def __init__(self, path: PathLike, *, step: int | None = None) -> None:
+    def __init__(self, path: PathLike, step: int | None, storage_options: Mapping[str, Any] | None) -> None:
         super().__init__()
-        self.path = os.path.abspath(os.fspath(path))
+        self.path = root_address(path)
         self.step = step
+        self.storage_options = storage_options
 
     @property
     def checkpoint_id(self) -> str:
@@ -26,14 +30,23 @@ class Place:
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: PathLike) -> bool:
-        return "://" not in os.fspath(checkpoint_id)
+        try:
+            root_address(checkpoint_id)
+        except ConfigError:
+            return False
+        return True
 
     def reset(self, checkpoint_id: PathLike | None = None) -> None:
         if checkpoint_id is not None:
-            self.path = os.path.abspath(os.fspath(checkpoint_id))
+            self.path = root_address(checkpoint_id)
 
     def prepare_local_plan(self, plan: Any) -> Any:
         return plan
+
+
+def id_of(save: Any) -> str:
+    """Of a save, for DCP's ``save_id``: no other has the same in this root."""
+    return f"{save.step}-e{save.epoch}-{save.attempt}"
 
 
 class Opaque:

@@ -5,52 +5,76 @@ from __future__ import annotations
 import dataclasses
 import io
 import os
+import uuid
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
+    StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 
-from stillframe import BoxReader
 from stillframe.errors import ConfigError, StateError, UnsupportedStateError
-from stillframe.integrations.dcp.place import Opaque, PathLike, Place
+from stillframe.integrations.dcp.place import Opaque, PathLike, Place, id_of
 from stillframe.integrations.open_roots import seat
+from stillframe.integrations.pickled import from_leaves
+from stillframe.spi import BoxReader
 from stillframe.state.torch_internals import flatten_state_dict
-from stillframe.store import files
+from stillframe.store import files, is_url
+
+_ALLOW = "give Reader(…, allow_pickle=True)"
 
 
 class Reader(Place, StorageReader):
     """Reads a step (the newest if none is given) of the stillframe root ``path``, every byte verified.
 
     Written by :class:`Writer` or by a ``Checkpointer``, by any number of ranks: names are those that DCP gives to a
-    nested state (``model.layers.0.weight``).
+    nested state (``model.layers.0.weight``), or, for planners with ``flatten_state_dict=False``, its top-level keys.
+    ``allow_pickle``: unpickle what ``Writer(allow_pickle=True)`` pickled, which runs code from the checkpoint.
+    ``storage_options``: of an object store, as for ``Checkpointer``.
     """
 
-    def __init__(self, path: PathLike, *, step: int | None = None) -> None:
-        super().__init__(path, step=step)
+    def __init__(
+        self,
+        path: PathLike,
+        *,
+        step: int | None = None,
+        allow_pickle: bool = False,
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__(path, step, storage_options)
+        self.allow_pickle = allow_pickle
+        self.load_id: str | None = None
         self._reader: BoxReader | None = None
         self._flat: dict[str, Any] = {}
+        self._whole: dict[str, Any] = {}
 
     def read_metadata(self) -> Metadata:
-        if files.is_taken(os.path.join(self.path, ".metadata")):
+        if not is_url(self.path) and files.is_taken(os.path.join(self.path, ".metadata")):
             raise ConfigError(
                 f"{self.path} was written by DCP itself: read it with FileSystemReader, or convert it once with "
                 "`stillframe import`"
             )
         if self._reader is not None:
             self._reader.close()
-        self._reader = BoxReader(self.path, self.step, rank=seat()[0])
+        self._reader = BoxReader(self.path, self.step, rank=seat()[0], storage_options=self.storage_options)
         outline = self._reader.outline
-        self._flat, paths = flatten_state_dict(outline if isinstance(outline, dict) else {"": outline})
-        return Metadata({name: self._described(value) for name, value in self._flat.items()}, planner_data=paths)
+        nested = outline if isinstance(outline, dict) else {"": outline}
+        self._flat, paths = flatten_state_dict(nested)
+        self._whole = {str(key): value for key, value in nested.items()}
+        described = Described({name: self._described(value) for name, value in self._flat.items()}, self._whole)
+        self.load_id = uuid.uuid4().hex
+        about = StorageMeta(self.path, save_id=id_of(self._reader.save), load_id=self.load_id)
+        return Metadata(described, planner_data=paths, storage_meta=about, version=CURRENT_DCP_VERSION)
 
     def _described(self, value: Any) -> TensorStorageMetadata | BytesStorageMetadata:
         if not isinstance(value, torch.Tensor):
@@ -74,12 +98,15 @@ class Reader(Place, StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> torch.futures.Future[None]:
         assert self._reader is not None
+        is_flat = getattr(planner, "flatten_state_dict", True)
+        named = self._flat if is_flat else {**self._flat, **self._whole}
         with self._reader as reader:
             tensors: list[tuple[ReadItem, torch.Tensor, torch.Tensor]] = []
+            values: list[tuple[ReadItem, Any]] = []
             for item in plan.items:
-                value = self._flat[item.storage_index.fqn]
+                value = named[item.storage_index.fqn]
                 if item.type is LoadItemType.BYTE_IO:
-                    planner.load_bytes(item, _as_bytes(item.storage_index.fqn, value, planner))
+                    values.append((item, _filled(value, reader)))
                     continue
                 target = planner.resolve_tensor(item).detach()
                 into = target if target.dtype == value.dtype else torch.empty_like(target, dtype=value.dtype)
@@ -87,6 +114,10 @@ class Reader(Place, StorageReader):
                 reader.want(value, [a + b for a, b in zip(chunk, item.storage_offsets, strict=True)], into)
                 tensors.append((item, target, into))
             reader.read()
+            for item, value in values:
+                name = item.storage_index.fqn
+                value = from_leaves(value, torch.device("cpu"), self.allow_pickle, _ALLOW, (name,))
+                planner.load_bytes(item, _as_bytes(name, value, planner))
             for item, target, into in tensors:
                 if into is not target:
                     target.copy_(into)
@@ -94,6 +125,35 @@ class Reader(Place, StorageReader):
         done: torch.futures.Future[None] = torch.futures.Future()
         done.set_result(None)
         return done
+
+
+class Described(dict[str, Any]):
+    """What each flat name stands for; a top-level key that stands for several of them can be looked up, too."""
+
+    def __init__(self, flat: dict[str, Any], whole: dict[str, Any]) -> None:
+        super().__init__(flat)
+        self._whole = set(whole)
+
+    def __contains__(self, name: object) -> bool:
+        return super().__contains__(name) or name in self._whole
+
+    def __missing__(self, name: str) -> BytesStorageMetadata:
+        if name not in self._whole:
+            raise KeyError(name)
+        return BytesStorageMetadata()
+
+
+def _filled(node: Any, reader: BoxReader) -> Any:
+    """The same nesting; its tensors, which are without data in the outline, get theirs when ``reader`` reads."""
+    if isinstance(node, torch.Tensor) and node.is_meta:
+        into = torch.empty(node.shape, dtype=node.dtype)
+        reader.want(node, (0,) * node.dim(), into)
+        return into
+    if isinstance(node, dict):
+        return type(node)((key, _filled(item, reader)) for key, item in node.items())
+    if type(node) in (list, tuple):
+        return type(node)(_filled(item, reader) for item in node)
+    return node
 
 
 def _as_bytes(name: str, value: Any, planner: LoadPlanner) -> io.BytesIO:

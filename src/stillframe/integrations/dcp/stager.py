@@ -12,6 +12,7 @@ from typing import Any
 
 from stillframe import Save, spi
 from stillframe.errors import ConfigError, StateError
+from stillframe.integrations.live import versions_of
 from stillframe.integrations.open_roots import fence, live_state
 
 _thread = threading.local()
@@ -28,7 +29,8 @@ class Stager:
     buffers for one, is copied at once.
 
     A save that comes before the one before is committed waits for it, in its own thread (DCP's planning is a
-    collective), and with it the next update: save less often, or wait for ``upload_completion`` where it suits.
+    collective), and with it the next update: save less often, or wait for ``upload_completion`` where it suits.  For
+    the same reason all ranks begin their lazy saves in the same order, also those to several roots.
     """
 
     _synchronize_after_execute = False
@@ -93,6 +95,8 @@ class Staging(Future[dict[str, Any]]):
         super().__init__()
         self.step = step
         self._live = live
+        self.versions = versions_of(dict(live))
+        """From now on nothing may change, though the save is requested later."""
         self._copy = _Copy.AWAITED
         self._before = list(_under_way)
         self._ended = threading.Event()

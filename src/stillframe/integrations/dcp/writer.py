@@ -4,35 +4,72 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import os
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 
-from stillframe import ELSEWHERE, TensorBox
-from stillframe.errors import ConfigError, UnsupportedStateError
-from stillframe.integrations.dcp.place import Opaque, PathLike, Place
-from stillframe.integrations.dcp.round import Carried, begin_round, end_round, this_round
-from stillframe.integrations.open_roots import admit, close_root, seat
+from stillframe import Catalog
+from stillframe.errors import ConfigError, ExistsError, UnsupportedStateError
+from stillframe.integrations.dcp.place import Opaque, PathLike, Place, id_of
+from stillframe.integrations.dcp.round import Carried, begin_round, end_left_rounds, end_round, this_round
+from stillframe.integrations.open_roots import How, close_root, close_unused_roots
+from stillframe.integrations.pickled import to_leaves
+from stillframe.spi import ELSEWHERE, TensorBox, is_wrapper
+
+_ALLOW = "give Writer(…, allow_pickle=True)"
 
 
 class Writer(Place, StorageWriter):
     """Writes to the stillframe root ``path``: each save is its next step, or ``step``.
 
-    A save has succeeded when it is a checkpoint: every rank's bytes durable, the manifest published.  What pickle alone
-    could hold is refused, with its path.  All ranks save together, or each alone (``no_dist=True``).  ``keep``:
-    retention, such as ``KeepLast(3)``.
+    A save has succeeded when it is a checkpoint: every rank's bytes durable, the manifest published.  All ranks save
+    together, or each alone (``no_dist=True``).
+
+    keep: retention, such as ``KeepLast(3)``; a root that is open has one, until it is closed (:class:`ConfigError`).
+    overwrite: ``False`` refuses a root that holds a checkpoint (:class:`ExistsError`).  Nothing is ever overwritten:
+    each save is a step of its own, and the newest is the one that is read.
+    allow_pickle: pickle what cannot be stored otherwise (``io.BytesIO``, objects); else it is refused, with its path.
+    Who loads it runs code from the checkpoint, and needs ``Reader(allow_pickle=True)``.
+    storage_options: of an object store, as for ``Checkpointer``; each rank uses its own.
 
     The coordinator numbers the saves, so they may overlap (each in a process group of its own, as DCP asks), and one
     that fails on some rank leaves no trace in the next.
     """
 
-    def __init__(self, path: PathLike, *, step: int | None = None, keep: Any = None) -> None:
-        super().__init__(path, step=step)
+    def __init__(
+        self,
+        path: PathLike,
+        *,
+        step: int | None = None,
+        keep: Any = None,
+        overwrite: bool = True,
+        allow_pickle: bool = False,
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__(path, step, storage_options)
         self.keep = keep
+        self.overwrite = overwrite
+        self.allow_pickle = allow_pickle
+        self.save_id: str | None = None
+        """Of the last save that this writer has made, on this rank."""
+        self._home = os.getpid()
+
+    @property
+    def _how(self) -> How:
+        return How(keep=self.keep, storage_options=self.storage_options)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """DCP sends it to a process of its own, which is about to save: it finds the root free."""
+        end_left_rounds()
+        close_unused_roots()
+        return vars(self)
 
     def close(self) -> None:
         """Let go of the root, which stays open between saves; may be called again."""
@@ -40,24 +77,20 @@ class Writer(Place, StorageWriter):
         close_root(self.path)
 
     def storage_meta(self) -> StorageMeta:
-        return StorageMeta(checkpoint_id=self.path)
+        return StorageMeta(checkpoint_id=self.path, save_id=self.save_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        begin_round()
+        begin_round(self._how, lets_go=self._home != os.getpid())  # a process that DCP has made may be idle for ever
         if not kwargs.get("use_collectives", True):
             raise ConfigError("use_collectives=False: a stillframe checkpoint is one of all ranks; leave it out")
+        if is_coordinator and not self.overwrite:
+            newest = Catalog(self.path, storage_options=self.storage_options).latest()
+            if newest is not None:
+                raise ExistsError(f"overwrite=False: {self.path} holds a checkpoint, step {newest}")
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """On the coordinator: every rank's plan takes its admission along."""
-        _, world_size = seat()
-        if len(plans) not in (1, world_size):
-            raise ConfigError(
-                f"process_group: {len(plans)} of {world_size} ranks; save with a group of all ranks, or no_dist=True"
-            )
-        found = this_round()
-        step = found.staging.step if found.staging is not None else self.step
-        admissions = admit(self.path, len(plans), step=step, keep=self.keep)
-        found.admission = admissions[0]
+        admissions = this_round().admit(self.path, len(plans), self.step)
         return [
             dataclasses.replace(plan, storage_data=Carried(admission))
             for plan, admission in zip(plans, admissions, strict=True)
@@ -66,10 +99,11 @@ class Writer(Place, StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
         found = this_round()
         try:
-            root = found.enter(self.path, self.keep)
+            root = found.enter(self.path)
             assert found.admission is not None
-            state = _state(plan, planner, has_gaps=found.admission.world_size > 1)
-            found.save = root.save(found.admission.ticket, state)
+            state = _state(plan, planner, self.allow_pickle, has_gaps=found.admission.world_size > 1)
+            since = None if found.staging is None else found.staging.versions
+            found.save = root.save(found.admission.ticket, state, since=since)
         except BaseException as error:
             if found.staging is not None:
                 found.staging.failed(error)
@@ -78,6 +112,7 @@ class Writer(Place, StorageWriter):
         if found.staging is not None:
             found.staging.requested(found.save)
         found.save.wait("sealed")
+        self.save_id = id_of(found.save)
         if found.admission.rank != 0:
             found.over()  # the coordinator alone is called again
         written: torch.futures.Future[list[WriteResult]] = torch.futures.Future()
@@ -89,27 +124,29 @@ class Writer(Place, StorageWriter):
         assert found.save is not None
         found.save.wait("committed")
         found.over()
+        metadata.storage_meta, metadata.version = self.storage_meta(), CURRENT_DCP_VERSION
 
 
-def _state(plan: SavePlan, planner: SavePlanner, has_gaps: bool) -> dict[str, Any]:
+def _state(plan: SavePlan, planner: SavePlanner, allow_pickle: bool, has_gaps: bool) -> dict[str, Any]:
     """What this rank writes, nested as it was before DCP flattened it.
 
     ``has_gaps``: other ranks may have items of the same lists.
     """
-    flat: dict[str, Any] = {}
+    items: dict[str, list[WriteItem]] = {}
     for item in plan.items:
-        name = item.index.fqn
-        if name in flat:
-            raise UnsupportedStateError(f"{name!r} has several boxes on one rank: give it as a DTensor")
-        flat[name] = _bytes(item, planner) if item.type is WriteItemType.BYTE_IO else _tensor(item, planner)
+        items.setdefault(item.index.fqn, []).append(item)
     paths = plan.planner_data if isinstance(plan.planner_data, dict) else {}
     nest = _Nest()
-    for name, value in flat.items():
+    for name, found in items.items():
+        path = paths.get(name, (name,))
         at = nest
-        *above, last = paths.get(name, (name,))
+        *above, last = path
         for key in above:
             at = at.setdefault(key, _Nest())
-        at[last] = value
+        if found[0].type is WriteItemType.BYTE_IO:
+            at[last] = to_leaves(_value(found[0], planner), allow_pickle, _ALLOW, tuple(path))
+        else:
+            at[last] = _tensor(found, planner)
     return dict(nest.unfolded(has_gaps))
 
 
@@ -123,15 +160,26 @@ class _Nest(dict[Any, Any]):
         return [items.get(at, ELSEWHERE) for at in range(max(items) + 1 + has_gaps)]
 
 
-def _tensor(item: WriteItem, planner: SavePlanner) -> torch.Tensor | TensorBox:
-    tensor = planner.resolve_data(item)
-    assert isinstance(tensor, torch.Tensor)
-    assert item.tensor_data is not None
-    tensor, whole, chunk = tensor.detach(), item.tensor_data.size, item.tensor_data.chunk
-    return tensor if tuple(tensor.shape) == tuple(whole) else TensorBox(tensor, whole, chunk.offsets)
+def _tensor(items: list[WriteItem], planner: SavePlanner) -> torch.Tensor | TensorBox:
+    """The whole tensor, or what this rank has of it: a ShardedTensor may have several boxes on one rank."""
+    boxes = []
+    for item in items:
+        tensor = planner.resolve_data(item)
+        assert isinstance(tensor, torch.Tensor)
+        if is_wrapper(tensor):
+            raise UnsupportedStateError(
+                f"{item.index.fqn!r} is a {type(tensor).__qualname__}, a tensor that wraps others: DCP could not read "
+                "it back. Give DCP its inner tensors, or save with a Checkpointer"
+            )
+        assert item.tensor_data is not None
+        whole = item.tensor_data.size
+        if tuple(tensor.shape) == tuple(whole):
+            return tensor.detach()
+        boxes.append(TensorBox(tensor.detach(), whole, item.tensor_data.chunk.offsets))
+    return boxes[0] if len(boxes) == 1 else TensorBox.joined(boxes)
 
 
-def _bytes(item: WriteItem, planner: SavePlanner) -> Any:
+def _value(item: WriteItem, planner: SavePlanner) -> Any:
     """The value itself if the planner would only pickle it; else the bytes that the planner makes of it."""
     own = DefaultSavePlanner.resolve_data, DefaultSavePlanner.transform_object
     if isinstance(planner, DefaultSavePlanner) and (type(planner).resolve_data, type(planner).transform_object) == own:

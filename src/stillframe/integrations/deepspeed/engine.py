@@ -9,22 +9,22 @@ import re
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 
 import stillframe
-from stillframe.errors import ConfigError, ExistsError, StateError, StillframeError
+from stillframe import spi
+from stillframe.errors import ConfigError, ExistsError, NotFoundError, StateError, StillframeError
 from stillframe.integrations.deepspeed.files import write_object
-from stillframe.integrations.deepspeed.pickled import from_leaves, to_leaf
-from stillframe.integrations.deepspeed.pointers import CONTENT, follow
-from stillframe.integrations.open_roots import OpenRoot, admit, fence, live_state, seat, settle_root
+from stillframe.integrations.deepspeed.pointers import FILES, RUN, content_of, read
+from stillframe.integrations.open_roots import How, OpenRoot, admit, fence, live_state, seat, settle_root
+from stillframe.integrations.pickled import to_leaf
+from stillframe.store import directory_address
 from stillframe.store.files import is_taken, kind_of
 
 logger = logging.getLogger("stillframe")
 
 _KEY = "datastates_ckpt"
 _ALLOW = f'put "allow_pickle": true into "{_KEY}" of the DeepSpeed config'
-_FILES = "files"
 _T = TypeVar("_T")
 
 
@@ -42,7 +42,7 @@ class CheckpointEngine:
         if getattr(deepspeed_config, "use_node_local_storage", False):
             raise ConfigError('"use_node_local_storage": stillframe needs a save_dir that all ranks see')
         arena = f"auto:{int(size * 2**20)}KiB" if size else "auto"
-        self._how: Any = arena, stillframe.KeepLast(count) if count else None
+        self._how = How(arena, stillframe.KeepLast(count) if count else None)
         self._info: Any = None
         self._files: dict[str, Any] = {}
         self._root: OpenRoot | None = None
@@ -51,6 +51,7 @@ class CheckpointEngine:
 
     def create(self, info: Any) -> None:
         """A checkpoint begins: DeepSpeed will hand over the files of this rank, perhaps none."""
+        directory_address(info.save_dir)
         self._info, self._files = info, {}
 
     def save(self, state_dict: Any, path: str) -> None:
@@ -77,26 +78,26 @@ class CheckpointEngine:
         info, files = self._info, self._files
         self.drop()
         rank, world_size = seat()
-        arena, keep = self._how
         directory = os.path.abspath(os.path.join(info.save_dir, info.tag))
 
         def begin() -> tuple[Any, int]:
             self._tell_failure()
             self._check_tag(info.tag, directory)
             least = _number(info.tag)
-            admitted = admit(info.save_dir, world_size, least=least, arena=arena, keep=keep) if rank == 0 else None
+            admitted = admit(info.save_dir, world_size, self._how, least=least) if rank == 0 else None
             return admitted, len(files)
 
         said = _together(begin)
         admission = said[0][0][rank]
         total = sum(count for _, count in said)
-        label = stillframe.Label(info.tag, tuple(files), CONTENT, bool(info.save_latest), total)
+        label = spi.Label(info.tag, tuple(files), content_of(admission.run), bool(info.save_latest), total)
         with contextlib.ExitStack() as stack:
 
             def prepare() -> Any:
-                self._root = stack.enter_context(admission.enter(info.save_dir, arena, keep))
+                self._root = stack.enter_context(admission.enter(info.save_dir, self._how))
                 fence()  # the copies of the state before have been copied away
-                return {"tag": info.tag, _FILES: live_state(info.save_dir).state(files, self._encode)}
+                contents = live_state(info.save_dir).state(files, self._encode)
+                return {"tag": info.tag, RUN: admission.run, FILES: contents}
 
             state = _here(prepare)  # before the save: a rank that saved would wait for one that could not even try
             root = self._root
@@ -104,7 +105,7 @@ class CheckpointEngine:
             self._saves.append((directory, _here(lambda: root.save(admission.ticket, state, label))))
 
     def _check_tag(self, tag: str, directory: str) -> None:
-        stillframe.Label(tag)
+        spi.Label(tag)
         if is_taken(directory) and not is_taken(os.path.join(directory, "label.json")):
             raise ExistsError(f"{directory} exists, and is not stillframe's: choose another tag, or remove it")
 
@@ -120,12 +121,8 @@ class CheckpointEngine:
                 raise type(save.error)(f"{directory} was not saved: {save.error}") from save.error
 
     def load(self, path: str, map_location: Any = None) -> Any:
-        """What was saved as this file, verified."""
-        save, rank = follow(path)
-        root, name = os.path.dirname(os.path.dirname(os.path.abspath(path))), os.path.basename(path)
-        state = stillframe.load(root, save, only=f"{_FILES}/{name}", rank=rank, merge=False)[_FILES][name]
-        device = torch.device(map_location) if isinstance(map_location, str | torch.device) else torch.device("cpu")
-        return from_leaves(state, device, self._allow_pickle, _ALLOW, (name,))
+        """What was saved as this file, verified; also a file of DeepSpeed's own, if pickle is allowed."""
+        return read(path, map_location, self._allow_pickle, _ALLOW)
 
     def wait(self, persist: bool = True) -> None:
         """Until everything is committed.  Raises: the error of a save that failed, once."""
@@ -139,20 +136,36 @@ class CheckpointEngine:
         if self._root is not None:
             self._root.run.fence()
 
-    def settle(self, directory: str) -> None:
-        """Before a load: wait, on every rank, until the saves to it are committed, also those of a run just killed."""
-        try:
-            self.wait()
-        except StillframeError as error:
-            logger.warning("%s", error)
-        with contextlib.suppress(StillframeError):  # another run trains there: its keepers are alive, and publish
-            rank, world_size = seat()
-            if rank == 0 and kind_of(directory) == "directory" and stillframe.Catalog(directory).look().saves:
-                settle_root(directory, world_size, *self._how)
-        dist.barrier()
+    def settle(self, directory: str, tag: str | None) -> None:
+        """Before a load: wait, on every rank, until the saves to it are committed: of this engine, of any other of this
+        process, and of a run just killed.
+
+        Raises, on every rank: :class:`NotFoundError` if there is no such tag; :class:`StorageError` if that, or whether
+        there is a ``latest``, cannot be told: DeepSpeed would take it for a fresh start.
+        """
+        directory_address(directory)
+        rank, world_size = seat()
+
+        def settled() -> None:
+            try:
+                self.wait()
+            except StillframeError as error:
+                logger.warning("%s", error)
+            try:
+                if rank == 0:
+                    settle_root(directory, world_size, self._how)
+            except StillframeError as error:  # of one who may not write there, say: what is there can be read
+                logger.warning("what was saved to %s was not waited for: %s", directory, error)
+
+        def looked() -> None:
+            if kind_of(os.path.join(directory, tag or "latest")) == "nothing" and tag is not None:
+                raise NotFoundError(f"there is no tag {tag!r} in {directory}")
+
+        _here(settled, "load")
+        _here(looked, "load")
 
 
-def _together(work: Callable[[], _T]) -> list[_T]:
+def _together(work: Callable[[], _T], doing: str = "save") -> list[_T]:
     """What it returns on every rank, in their order.
 
     If it fails on one rank, raises on all: the others would train on, and hang in their next collective.
@@ -169,14 +182,14 @@ def _together(work: Callable[[], _T]) -> list[_T]:
         raise own
     for rank, (_, word) in enumerate(said):
         if word is not None:
-            raise StateError(f"rank {rank} could not save: {word}")
+            raise StateError(f"rank {rank} could not {doing}: {word}")
     return [each for each, _ in said]
 
 
-def _here(work: Callable[[], _T]) -> _T:
+def _here(work: Callable[[], _T], doing: str = "save") -> _T:
     """What it returns on this rank; raises on all ranks if it fails on one."""
     found: list[_T] = []
-    _together(lambda: found.append(work()))
+    _together(lambda: found.append(work()), doing)
     return found[0]
 
 

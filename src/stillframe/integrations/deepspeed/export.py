@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import functools
 import os
-import types
 from pathlib import Path
 
 from stillframe.errors import NotFoundError
-from stillframe.integrations.deepspeed.engine import CheckpointEngine
 from stillframe.integrations.deepspeed.files import write_objects, write_text
-from stillframe.integrations.deepspeed.pickled import register_deepspeed_types
-from stillframe.store import files
+from stillframe.integrations.deepspeed.pointers import read
+from stillframe.integrations.pickled import register_deepspeed_types
+from stillframe.store import directory_address, files
 
 
 def export(
@@ -22,6 +21,7 @@ def export(
 
     Raises: :class:`NotFoundError`; :class:`ExistsError`; :class:`IntegrityError`; :class:`UnsupportedStateError`.
     """
+    directory_address(save_dir)
     register_deepspeed_types()
     if tag is None:
         latest = Path(save_dir, "latest")
@@ -33,8 +33,8 @@ def export(
     names = [name for name in files.names_in(directory) if name.endswith(".pt")] if is_there else []
     if not names:
         raise NotFoundError(f"{directory} is no tag of a checkpoint")
-    config = types.SimpleNamespace(config={"allow_pickle": allow_pickle})
-    engine = CheckpointEngine(types.SimpleNamespace(datastates_config=config), 0)
-    write_objects(Path(to, tag), {name: functools.partial(engine.load, str(directory / name)) for name in names})
+    how = "give allow_pickle=True"
+    contents = {name: functools.partial(read, str(directory / name), None, allow_pickle, how) for name in names}
+    write_objects(Path(to, tag), contents)
     write_text(Path(to, "latest"), tag)
     return tag

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import functools
 import importlib.util
 import sys
@@ -10,7 +11,12 @@ from typing import Any
 
 from stillframe.errors import ConfigError
 from stillframe.integrations.deepspeed.engine import CheckpointEngine
-from stillframe.integrations.deepspeed.pickled import register_deepspeed_types
+from stillframe.integrations.pickled import register_deepspeed_types
+from stillframe.store import directory_address
+
+_tag: contextvars.ContextVar[str | None] = contextvars.ContextVar("_tag", default=None)
+"""Of the load under way.  In stage 3 without optimizer states, DeepSpeed 0.19 takes the weights of ``latest``, whatever
+the tag."""
 
 
 def install() -> None:
@@ -25,21 +31,24 @@ def install() -> None:
         raise ConfigError(
             'the package "datastates" is installed, and DeepSpeed would use it: uninstall it, or do not call install()'
         )
+    from deepspeed.runtime import engine as runtime
     from deepspeed.runtime.checkpoint_engine import datastates_checkpoint_engine as place
-    from deepspeed.runtime.engine import DeepSpeedEngine
 
+    engine_type = runtime.DeepSpeedEngine
     register_deepspeed_types()
     stand_in: Any = types.ModuleType("datastates", "stillframe, where DeepSpeed looks for DataStates-LLM.")
     stand_in.CheckpointEngine = CheckpointEngine
     sys.modules["datastates"] = stand_in
     place.DataStatesCheckpointEngine = _wrapper(place.DataStatesCheckpointEngine)
-    save_checkpoint, load_checkpoint = DeepSpeedEngine.save_checkpoint, DeepSpeedEngine.load_checkpoint
+    save_checkpoint, load_checkpoint = engine_type.save_checkpoint, engine_type.load_checkpoint
 
     @functools.wraps(save_checkpoint)
-    def save(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def save(self: Any, save_dir: Any, *args: Any, **kwargs: Any) -> Any:
         ours = _engine_of(self)
+        if ours is not None and save_dir:
+            directory_address(save_dir)  # of a URL DeepSpeed would make a directory "s3:" here, before it asks anybody
         try:
-            done = save_checkpoint(self, *args, **kwargs)
+            done = save_checkpoint(self, save_dir, *args, **kwargs)
         except BaseException:
             if ours is not None:
                 ours.drop()
@@ -49,13 +58,25 @@ def install() -> None:
         return done
 
     @functools.wraps(load_checkpoint)
-    def load(self: Any, load_dir: Any, *args: Any, **kwargs: Any) -> Any:
+    def load(self: Any, load_dir: Any, tag: str | None = None, *args: Any, **kwargs: Any) -> Any:
         ours = _engine_of(self)
-        if ours is not None:
-            ours.settle(load_dir)
-        return load_checkpoint(self, load_dir, *args, **kwargs)
+        if ours is None:
+            return load_checkpoint(self, load_dir, tag, *args, **kwargs)
+        ours.settle(load_dir, tag)
+        token = _tag.set(tag)
+        try:
+            return load_checkpoint(self, load_dir, tag, *args, **kwargs)
+        finally:
+            _tag.reset(token)
 
-    DeepSpeedEngine.save_checkpoint, DeepSpeedEngine.load_checkpoint = save, load
+    engine_type.save_checkpoint, engine_type.load_checkpoint = save, load
+    gathered = runtime.get_fp32_state_dict_from_zero_checkpoint
+
+    @functools.wraps(gathered)
+    def gather(checkpoint_dir: Any, tag: str | None = None, *args: Any, **kwargs: Any) -> Any:
+        return gathered(checkpoint_dir, tag or _tag.get(), *args, **kwargs)
+
+    runtime.get_fp32_state_dict_from_zero_checkpoint = gather
 
 
 def _engine_of(engine: Any) -> CheckpointEngine | None:

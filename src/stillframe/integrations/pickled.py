@@ -1,4 +1,4 @@
-"""Python objects in DeepSpeed's dicts: those that come back exactly, and those that only pickle can hold.
+"""Python objects in the dicts of DeepSpeed and DCP: those that come back exactly, and those that only pickle can hold.
 
 The latter are stored as marked records, bytes in a tensor of their own.  They are unpickled only with ``allow_pickle``.
 """
@@ -10,15 +10,18 @@ import copy
 import functools
 import pickle
 import types
+from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from stillframe import register_leaf, storable
-from stillframe.errors import UnsupportedStateError
+from stillframe import register_leaf
+from stillframe.errors import FormatError, UnsupportedStateError
+from stillframe.spi import storable
 
 _Path = tuple[Any, ...]
+_PLAIN = {str, int, float, bool, type(None)}
 
 
 class Pickled:
@@ -33,8 +36,22 @@ def to_leaf(path: _Path, value: Any, allow_pickle: bool, how: str) -> Any:
 
     Raises: :class:`UnsupportedStateError`, with path and type.
     """
-    if storable(value):
-        return copy.deepcopy(value)
+    return copy.deepcopy(value) if storable(value) else _pickled(path, value, allow_pickle, how)
+
+
+def to_leaves(node: Any, allow_pickle: bool, how: str, path: _Path = ()) -> Any:
+    """The same nesting, with :class:`Pickled` for what only pickle can hold; nothing else is copied.  Raises as
+    ``to_leaf``."""
+    if type(node) in _PLAIN or isinstance(node, torch.Tensor):
+        return node
+    if type(node) in (dict, OrderedDict):
+        return type(node)((key, to_leaves(item, allow_pickle, how, (*path, key))) for key, item in node.items())
+    if type(node) in (list, tuple):
+        return type(node)(to_leaves(item, allow_pickle, how, (*path, at)) for at, item in enumerate(node))
+    return node if storable(node) else _pickled(path, node, allow_pickle, how)
+
+
+def _pickled(path: _Path, value: Any, allow_pickle: bool, how: str) -> Pickled:
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
     if not allow_pickle:
         raise UnsupportedStateError(
@@ -58,6 +75,19 @@ def from_leaves(node: Any, device: torch.device, allow_pickle: bool, how: str, p
     if not allow_pickle:
         raise UnsupportedStateError(f"{_text(path)} is a {node.kind} that was pickled: to run its code, {how}")
     return pickle.loads(node.data)
+
+
+def read_pickled_file(path: str, map_location: Any, allow_pickle: bool, how: str) -> Any:
+    """What ``torch.save`` wrote, as DeepSpeed itself does.  Raises :class:`FormatError`."""
+    if not allow_pickle:
+        raise FormatError(
+            f"{path} was not written by stillframe; if it is DeepSpeed's own, and you trust it, {how}: loading it runs "
+            "code from it"
+        )
+    try:
+        return torch.load(path, map_location=map_location, weights_only=False)
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        raise FormatError(f"{path} was not written by stillframe, and cannot be read: {error}") from error
 
 
 def register_attributes(kind: type, name: str) -> None:

@@ -12,6 +12,7 @@ ranks          how ranks agree                               (torch)
 checkpoint     what is stored, read
 state          what a state is                               (torch)
 link           the arena and the messages between the two processes
+tiers          where else checkpoints are carried
 format         bytes ↔ structures
 store          names ↔ bytes
 model, retention, units, errors, version
@@ -21,6 +22,7 @@ testing        for tests
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING
 
 from stillframe.errors import (
@@ -46,25 +48,31 @@ if TYPE_CHECKING:
     from stillframe import integrations as integrations
     from stillframe.checkpoint.catalog import Catalog, Checkpoint
     from stillframe.checkpointer import Checkpointer
-    from stillframe.format.values import ELSEWHERE
-    from stillframe.model import Label, Progress, RestoreReport, Stats, Times
-    from stillframe.restoring.boxes import BoxReader
+    from stillframe.model import Phase, Progress, RestoreReport, SkippedStep, Stats, TierStats, Times
     from stillframe.restoring.load import load
     from stillframe.restoring.resume import restore
-    from stillframe.retention import KeepBest, KeepEvery, KeepFor, KeepLast
+    from stillframe.retention import Keep, KeepBest, KeepEvery, KeepFor, KeepLast
     from stillframe.save.saves import Save
-    from stillframe.state.boxes import TensorBox
     from stillframe.state.codecs import register_leaf
     from stillframe.state.rng import RNG
     from stillframe.state.train_state import TrainState
-    from stillframe.state.walk import storable
+    from stillframe.tiers import Tier
 
 __version__ = VERSION
 
+
+def _check_platform(platform: str) -> None:
+    if platform != "linux":
+        raise ImportError(
+            f"stillframe needs Linux (memfd, pidfd, O_DIRECT); this is {platform!r}. On another system use a container "
+            "or a virtual machine, or import stillframe only where it saves"
+        )
+
+
+_check_platform(sys.platform)
+
 __all__ = [
-    "ELSEWHERE",
     "RNG",
-    "BoxReader",
     "BusyError",
     "Catalog",
     "Checkpoint",
@@ -74,22 +82,25 @@ __all__ = [
     "ExistsError",
     "FormatError",
     "IntegrityError",
+    "Keep",
     "KeepBest",
     "KeepEvery",
     "KeepFor",
     "KeepLast",
     "KeeperError",
-    "Label",
     "MismatchError",
     "NotFoundError",
+    "Phase",
     "Progress",
     "RestoreReport",
     "Save",
+    "SkippedStep",
     "StateError",
     "Stats",
     "StillframeError",
     "StorageError",
-    "TensorBox",
+    "Tier",
+    "TierStats",
     "Times",
     "TornError",
     "TrainState",
@@ -98,33 +109,32 @@ __all__ = [
     "load",
     "register_leaf",
     "restore",
-    "storable",
 ]
 
 # Looked up when first used: the keeper imports this package too, and must not import torch.
 _HOMES = {
     "Catalog": "checkpoint.catalog",
     "Checkpoint": "checkpoint.catalog",
-    "ELSEWHERE": "format.values",
     "Checkpointer": "checkpointer",
+    "Keep": "retention",
     "KeepBest": "retention",
     "KeepEvery": "retention",
     "KeepFor": "retention",
     "KeepLast": "retention",
-    "Label": "model",
-    "TensorBox": "state.boxes",
-    "BoxReader": "restoring.boxes",
+    "Phase": "model",
     "Progress": "model",
     "RNG": "state.rng",
     "RestoreReport": "model",
     "Save": "save.saves",
+    "SkippedStep": "model",
     "Stats": "model",
+    "Tier": "tiers",
+    "TierStats": "model",
     "Times": "model",
     "TrainState": "state.train_state",
     "load": "restoring.load",
     "register_leaf": "state.codecs",
     "restore": "restoring.resume",
-    "storable": "state.walk",
 }
 
 

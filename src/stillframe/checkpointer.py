@@ -10,51 +10,70 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal
 
 from stillframe.errors import ConfigError, DeadlineError, StillframeError
 from stillframe.link.messages import KeeperConfig
 from stillframe.link.sizing import arena_of
-from stillframe.model import Label, Phase, RestoreReport, Stats, check_choice, check_deadline, check_step
-from stillframe.ranks.agreement import agree_on_epoch, agree_on_run, resolve_root
+from stillframe.model import Phase, RestoreReport, Stats, check_choice, check_deadline, check_options, check_step
+from stillframe.ranks.agreement import agree_on_epoch, agree_on_run, open_tiers, resolve_root
 from stillframe.ranks.group import join_group
+from stillframe.restoring.findings import warn_of_rest
 from stillframe.restoring.resume import Resume
+from stillframe.restoring.selection import Wanted
 from stillframe.retention import Keep, check_policy, encode_policy
+from stillframe.save.arrivals import Pace
 from stillframe.save.capture import Planner
 from stillframe.save.epochs import Epochs
-from stillframe.save.fence import Fence, OptimizerFence
+from stillframe.save.fence import OptimizerFence
 from stillframe.save.keeper_client import KeeperClient
-from stillframe.save.lifetime import Lifetime
+from stillframe.save.lifetime import Lifetime, Parts
+from stillframe.save.on_error import OnError, check_on_error
+from stillframe.save.quiesce import quiesce
 from stillframe.save.saver import Saver
 from stillframe.save.saves import Save, Saves
 from stillframe.save.seal_count import SealCount
 from stillframe.save.stager import Stager
 from stillframe.save.steps import TakenSteps
+from stillframe.tiers import Tier, TierConfig, TierName, check_tiers
+from stillframe.units import parse_rate
 
 logger = logging.getLogger("stillframe")
+
+_INTERRUPTED_S, _BEHIND_S = 1.0, 5.0
+"""So long ``close()`` waits for the keeper's end after Ctrl-C, and after it has left a tier behind."""
 
 
 class Checkpointer:
     """Saves a training state lazily, and restores it exactly.
 
-    root: directory of the checkpoints, made if missing; one run writes to a root at a time.
-    arena: host memory lent for staging (``"2GiB"``); ``"auto"`` takes the size of the first state, if there is room,
-    ``"auto:16GiB"`` at most that.
+    root: directory of the checkpoints, made if missing, or ``s3://BUCKET/DIRECTORY``; one run writes to it at a time.
+    arena: host memory lent for staging (``"2GiB"``); ``"auto"`` takes the size of the first state, ``"auto:16GiB"`` at
+    most that, and neither more than half of this rank's share of the memory that is free on its node and in its cgroup.
+    stage_limit: how many bytes a second this rank copies from accelerators (``"20GB/s"``), so that collectives keep
+    their share of the link; the fence waits on the host while copies are held back.  ``None``: as fast as they go.
     keep: retention, such as ``KeepLast(3)`` or ``KeepLast(3) | KeepEvery(1000)``; ``None`` keeps everything.
-    on_error: a failed save is raised at the next ``save``, ``wait`` or ``close`` (``"raise"``) or logged (``"warn"``).
-    when_busy: when earlier saves fill the arena, wait for room (``"wait"``) or drop the new save (``"skip"``).
-    audit: prove at every fence that nothing changed while it was copied; slow, for finding bugs.
+    on_error: a failed save is raised at the next ``save``, ``wait`` or ``close`` (``"raise"``), logged (``"warn"``), or
+    given to your function, at once and once.  So is trouble of a tier, but never raised: with ``"raise"`` it is logged.
+    The function is called with the error, on a thread of stillframe's; it must return soon, and not save or wait.
+    when_busy: when earlier saves fill the arena, wait for room (``"wait"``) or drop the new save (``"skip"``).  A save
+    that waits holds the next update back; if too many wait, ``save`` itself does.
+    audit: prove at every fence, by the bytes, that nothing changed while it was copied; slow, for finding bugs.
     rank, world_size: this process among those that save together; by default those of torch.distributed, or of its
     environment variables (torchrun sets them).  Every rank makes the checkpointer, and calls ``save`` and ``restore``.
     shared: whether all ranks see the same root.  If not, each keeps its own part there; ``{node}`` in the root (it
     becomes the name of the host, or ``STILLFRAME_NODE``) means that they do not.
     deadline_s: how long ranks wait for one another: here, in ``restore``, and before a commit is given up.
     events: record in ``<root>/run/events`` what happens, for ``stillframe watch``, ``report`` and ``trace``.
+    tiers: where else checkpoints are carried, and restored from: ``[Tier("/lustre/gpt", every=10), Tier("s3://…")]``.
+    storage_options: for an object store, as obstore takes them (``{"endpoint": …, "access_key_id": …}``); by default
+    what the environment says, as for the vendor's own tools.  ``"retry_timeout"``: for how many seconds a server that
+    does not answer is asked again, instead of 300 for a save and 30 for all that somebody waits for.
 
-    Thread: ``restore`` and ``close`` from the training thread; ``save`` from it, or behind a :meth:`hold` from another,
-    one at a time; the rest from any.
+    Thread: ``restore`` and ``close`` from the training thread; ``save``, too, or from another that holds updates back
+    meanwhile (``spi.UpdateGate``), one at a time; the rest from any.
     """
 
     _ranks_talk = True
@@ -64,8 +83,9 @@ class Checkpointer:
         root: str | os.PathLike[str],
         *,
         arena: int | str = "auto",
+        stage_limit: int | str | None = None,
         keep: Keep | None = None,
-        on_error: Literal["raise", "warn"] = "raise",
+        on_error: OnError = "raise",
         when_busy: Literal["wait", "skip"] = "wait",
         audit: bool = False,
         rank: int | None = None,
@@ -73,120 +93,180 @@ class Checkpointer:
         shared: bool | None = None,
         deadline_s: float = 600.0,
         events: bool = True,
+        storage_options: Mapping[str, Any] | None = None,
+        tiers: Sequence[Tier] = (),
     ) -> None:
-        check_choice("on_error", on_error, ("raise", "warn"))
+        check_on_error(on_error)
         check_choice("when_busy", when_busy, ("wait", "skip"))
-        policy = check_policy(keep)
+        policy, options = check_policy(keep), check_options(storage_options)
+        pace = None if stage_limit is None else Pace(parse_rate(stage_limit, "stage_limit"))
         self._group = group = join_group(rank, world_size, check_deadline(deadline_s), self._ranks_talk)
         if when_busy == "skip" and group.world_size > 1:
             raise ConfigError("when_busy='skip': ranks would skip different steps; use 'wait', and save less often")
-        self._catalog = resolve_root(root, shared, group)
-        is_shared, run = self._catalog.rank is None, self._name_run(policy)
-        self.last_restore: RestoreReport | None = None
+        self._catalog = resolve_root(root, shared, group, options)
+        tier_configs = check_tiers(tiers, self._catalog.root)
+        self._tiers = open_tiers(tiers, self._catalog)
+        is_shared, run = self._catalog.rank is None, self._name_run(policy, tier_configs)
         self._saves = Saves(on_error)
         self._steps = TakenSteps(self._catalog)
-        self._saves.on_end = self._steps.ended
+        self._steps.look()
+        self._saves.on_end.append(self._steps.ended)
         self._planner = Planner(group, is_shared)
         config = KeeperConfig(
-            str(self._catalog.root), run, group.rank, group.world_size,
+            self._catalog.root, run, group.rank, group.world_size,
             keep=encode_policy(policy), is_shared=is_shared, deadline_s=deadline_s, has_events=events,
+            storage_options=options, tiers=tier_configs,
         )  # fmt: skip
-        others = None if is_shared else SealCount(group)
-        self._keeper = KeeperClient(config, self._saves, others, agree_on_epoch(group, self._catalog))
-        self._epochs = Epochs(self._catalog, group, self._keeper, self._steps, self._settle)
-        self._stager = Stager(self._saves, self._keeper, *arena_of(arena), others)
-        self._saves.before_wait = self._stager.fence if audit else None
+        epoch = agree_on_epoch(group, self._catalog, self._tiers)
+        others = None if epoch is None else SealCount(group, epoch)
+        self._saves.on_end += [others.ended] if others is not None else []
+        self._keeper = KeeperClient(config, self._saves, others, epoch)
+        self._saves.tiers = self._keeper.tiers
+        self._epochs = Epochs(self._catalog, group, self._keeper, self._steps, self._saves, self._tiers)
+        self._stager = Stager(self._saves, self._keeper, *arena_of(arena, group.ranks_on_node), others, pace)
+        self._saves.before_wait = self._stager.before_wait
+        self._saves.look_after = self._stager.look_after
         self._fence = OptimizerFence(self._stager.fence)
         self._saver = Saver(
             self._steps, self._saves, self._planner, self._stager, self._keeper, self._fence,
             is_audited=audit, skips_when_busy=when_busy == "skip",
         )  # fmt: skip
-        self._lifetime = Lifetime(self._at_exit)
+        parts = Parts(self._saves, self._stager, self._fence)
+        self._lifetime = Lifetime(self, parts.at_exit, parts.let_go, f"a Checkpointer of {self._catalog.root}")
 
-    def _name_run(self, keep: Keep | None) -> str:
-        return agree_on_run(self._group, self._catalog, keep)
+    def _name_run(self, keep: Keep | None, tiers: Sequence[TierConfig]) -> str:
+        return agree_on_run(self._group, self._catalog, keep, tiers)
 
     # --- saving ----------------------------------------------------------------------------
 
-    def save(
-        self, step: int, state: Any, *, metadata: Mapping[str, Any] | None = None, label: Label | None = None
-    ) -> Save:
+    def save(self, step: int, state: Any, *, metadata: Mapping[str, Any] | None = None) -> Save:
         """Request a checkpoint of ``state`` as it is now.
 
         ``state`` is any nesting of dict, list and tuple with tensors, numpy arrays, plain Python values, and objects
         that have ``state_dict`` and ``load_state_dict``.  Parameters, optimizer state and tensors that stand in it by
-        themselves are copied in the background: change them only in ``optimizer.step()`` or behind a :meth:`fence`.
+        themselves are copied in the background: change them only in ``optimizer.step()`` or behind a :meth:`fence`.  A
+        save whose tensors were changed otherwise fails with :class:`TornError`, where torch counts the change (not
+        through ``tensor.data``; ``audit=True`` finds those).  What forward changes is copied at once: buffers, and the
+        weights of embeddings with ``max_norm``.  On an accelerator the state is what the current stream makes of it, as
+        for a kernel: if another stream writes to it, let this one wait for that first.
         ``metadata``: small plain values, such as a loss, that ``KeepBest`` and people judge the checkpoint by.
-        ``label``: a directory of small files that appears with the checkpoint, for those who look for it by a name.
 
-        Blocks: for about a millisecond; never for I/O.
-        Raises: :class:`ConfigError`, :class:`ExistsError`, :class:`UnsupportedStateError` (nothing was saved), and
-        the error of an earlier save that failed since (this one was not taken).
+        Blocks: for about a millisecond; never for I/O, unless storage falls behind: while earlier saves that wait for
+        the arena have captured as much as it holds, or are 16, this waits until one of them is staged or fails.
+        Raises: :class:`ConfigError`, :class:`ExistsError`, :class:`UnsupportedStateError` (nothing was saved),
+        :class:`BusyError` if earlier ones are stuck (neither was this one); and the error of an earlier save that
+        failed since (this one is taken all the same, and goes on).
         """
         self._lifetime.check_open("save")
-        return self._saver.save(check_step(step), state, metadata, label)
+        return self._saver.save(check_step(step), state, metadata, None)
 
-    def fence(self) -> Fence:
-        """Wait until every save requested so far has been copied; then the state may change.
+    def fence(self, *, wait: bool = False) -> None:
+        """From here on the state may change, until the next save.
 
-        Called before every ``optimizer.step()`` by itself.  For updates written by hand: as a call before the
-        update, or around it as ``with checkpointer.fence():``.
+        Called before every ``optimizer.step()`` by itself.  Call it before an update that is written by hand.
+
+        In host memory it returns when every save requested so far has been copied.  On an accelerator it returns when
+        the copies are queued, and nothing need have been copied yet: it is the current stream that waits for them.
+        What is queued on that stream from now on may change the state; so may other streams that wait for it first.
+        ``wait=True``: the host waits until everything is copied, and then any stream, thread or process may change it.
+
+        Blocks as said.  It ends when a save fails, or its device does; it raises neither.
         """
-        self._stager.fence()
-        return Fence()
+        self._stager.fence(wait=wait)
 
-    def hold(self, hint: str = "") -> Callable[[], None]:
-        """Every fence waits from now on, until the function returned is called.
+    def quiesce(self, timeout_s: float | None = None) -> None:
+        """Wait until nothing is pending on any device: every save is copied, or has failed, and the arena is pinned.
 
-        For a save that another thread will request: what it may copy must not change before.  What is held must be
-        released, or training stops at its next update; after a while it says so, with the ``hint``.
+        Call it before a graph is captured (``torch.cuda.graph``).  Copies that are under way would break the capture;
+        an update within it raises :class:`ConfigError` instead.  A replayed update runs no Python: call :meth:`fence`
+        before each replay that changes the state.
+
+        Raises: :class:`DeadlineError`.  The error of a save that failed is raised where it always is.
         """
-        return self._stager.holds.add(hint)
+        self._lifetime.check_open("quiesce")
+        quiesce(self._saves, self._stager, timeout_s)
 
-    def wait(self, phase: Phase = "committed", timeout_s: float | None = None) -> None:
-        """Block until every save so far has reached ``phase``.
+    def wait(
+        self,
+        phase: Phase = "committed",
+        timeout_s: float | None = None,
+        *,
+        tier: TierName | None = None,
+    ) -> None:
+        """Block until every save so far has reached ``phase``; with ``tier``, until that has all that is due there.
 
         Without a timeout it waits as long as the keeper makes progress.
-        Raises: the error of a save that failed; :class:`DeadlineError`.
+        Raises: the error of a save that failed; :class:`DeadlineError`; :class:`StorageError` if nothing is carried to
+        the tier any more.
         """
         self._lifetime.check_process("wait")
-        self._saves.wait_all(phase, timeout_s)
+        self._saves.wait_all(phase, timeout_s, tier)
         self._saves.raise_untold()
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Wait until every save is committed, let the keeper go, remove the fence.  May be called again.
+        """Wait until every save is committed and the tiers have what is due; let the keeper go, remove the fence.
 
-        Raises: the error of a save that failed; :class:`DeadlineError` if it took longer than ``timeout_s`` (the keeper
-        then finishes by itself).
+        May be called again.  A tier that fails is not waited for long: it gets the rest from the next run.  Ctrl-C ends
+        it in about a second, at once when it comes again; a line says what is left to the keeper and the next run.
+
+        Raises: the error of a save that failed; :class:`DeadlineError` if it took longer than ``timeout_s``: the keeper
+        then finishes what is staged, and the rest is given up, as the error says.
         """
         if not self._lifetime.end():
             return
-        began = time.monotonic()
+        began, limit_s = time.monotonic(), timeout_s
         try:
             self._saves.wait_all("committed", timeout_s)
-        except DeadlineError:
-            self._stager.give_up("close() did not wait any longer")
+            if not self._keeper.tiers.wait_at_close(None if timeout_s is None else timeout_s - _since(began)):
+                limit_s = _since(began) + _BEHIND_S if timeout_s is None else timeout_s  # the keeper still carries
+        except DeadlineError as error:
+            given_up = self._stager.give_up("close() did not wait any longer")
+            what = f"given up: {', '.join(map(str, given_up))}; the" if given_up else "the"
+            raise DeadlineError(f"{error}; {what} keeper finishes what is staged") from None
+        except (KeyboardInterrupt, SystemExit):  # SystemExit: of a signal handler
+            limit_s = _since(began) + _INTERRUPTED_S
+            self._tell_interrupted()
             raise
         finally:
-            left_s = None if timeout_s is None else max(timeout_s - (time.monotonic() - began), 0.0)
+            left_s = None if limit_s is None else max(limit_s - _since(began), 0.0)
             self._fence.remove()
             self._stager.close(left_s)
             self._planner.forget()
+            self._lifetime.done()
         self._saves.raise_untold()
 
-    def _at_exit(self) -> None:
-        """Leaving the interpreter without close(): stage what was requested, the keeper does the rest."""
-        self._saves.stage_at_exit()
-        self._fence.remove()
+    def _tell_interrupted(self) -> None:
+        """What close() leaves undone, and who does it."""
+        given_up = ", ".join(map(str, self._stager.give_up("close() was interrupted")))
+        staged = ", ".join(str(save.step) for save in self._saves.in_flight)
+        tiers = "; ".join(self._keeper.tiers.unfinished)
+        said = [
+            f"steps that are not saved: {given_up}" if given_up else "",
+            f"steps that its keeper (pid {self._keeper.pid}) commits: {staged}" if staged else "",
+            f"its keeper carries on as long as that works, and the next run does the rest: {tiers}" if tiers else "",
+        ]
+        if any(said):
+            logger.warning("close() was interrupted. %s", ". ".join(filter(None, said)).capitalize())
 
     # --- restoring -------------------------------------------------------------------------
 
-    def restore(self, state: Any, *, step: int | None = None, strict: bool = True) -> int | None:
+    def restore(
+        self,
+        state: Any,
+        *,
+        step: int | None = None,
+        strict: bool = True,
+        only: str | Sequence[str] | None = None,
+        exclude: str | Sequence[str] | None = None,
+    ) -> RestoreReport:
         """Put a checkpoint into the live objects of ``state``, in place, every byte verified.
 
-        Without ``step``: the newest committed one; ``None`` if there is none.  A damaged one is passed over, with a
-        warning.  With ``step``: that one, or an error.  ``strict=False`` restores what matches; :attr:`last_restore`
-        says what did not.  What is saved from here on goes on from it.
+        Without ``step``: the newest committed one; if there is none, the report's ``step`` is ``None``.  A damaged one
+        is passed over, with a warning.  With ``step``: that one, or an error.  ``strict=False`` restores what matches;
+        a warning and the report say what did not.  What is saved from here on goes on from it.
+
+        ``only`` and ``exclude`` choose parts of the state, by paths or patterns as in :func:`load`: ``only="model"``,
+        ``exclude=["model/head.*", "optimizer/param_groups"]``.  Everything else stays as it is, whether it fits or not.
 
         Of several ranks all restore the same step, and none touches anything before it fits on all.  A checkpoint of
         another number of ranks, or divided differently, is read as far as this rank needs it.  Per-rank values (RNG,
@@ -197,17 +277,18 @@ class Checkpointer:
         :class:`VersionError`, :class:`BusyError`.
         """
         self._lifetime.check_open("restore")
-        resume = Resume(self._catalog, self._group, state, None if step is None else check_step(step), strict)
+        wanted = Wanted.given(step, strict, only, exclude)
+        resume = Resume(self._catalog, self._group, state, wanted, self._tiers)
         try:
-            save = resume.run(self._epochs.beginning())
+            save = resume.run(self._epochs.beginning(), self._epochs.claim_in)
         except BaseException:
             self._epochs.keep_on()
             raise
         finally:
-            self.last_restore = resume.report or self.last_restore
             self._keeper.report_restore(resume.report)
         self._epochs.resume(save)
-        return None if save is None else save.step
+        warn_of_rest(resume.report)
+        return resume.report
 
     def rewind(self, step: int) -> None:
         """Go back: from now on training goes on from ``step``, and the steps after it are left behind.
@@ -219,19 +300,9 @@ class Checkpointer:
         self._lifetime.check_open("rewind")
         self._epochs.rewind(check_step(step))
 
-    def _settle(self) -> None:
-        """Before a restore: the root is ours, and what we saved is committed."""
-        self._keeper.wait_ready()
-        self.wait("committed")
-
     def stats(self) -> Stats:
         """What has happened since this checkpointer was made."""
         return self._stager.stats()
-
-    @property
-    def keeper_pid(self) -> int | None:
-        """Process id of the running keeper, if there is one."""
-        return self._keeper.pid
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -245,3 +316,7 @@ class Checkpointer:
             if error is None:
                 raise
             logger.warning("while leaving on %s: %s", type(error).__name__, problem)
+
+
+def _since(began_s: float) -> float:
+    return time.monotonic() - began_s

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import msgspec
@@ -64,8 +64,9 @@ class Label:
     directory appears only if it has as many.  ``is_latest``: the file ``latest`` in the root names it, as long as it is
     the newest on the branch.  Every rank gives the same ``name``, and names of files that no other rank gives.
 
-    A later save may have the same name: then it takes it over.  The directory is removed when its checkpoint is;
-    removing, renaming or copying it does nothing to the checkpoint.  A label that cannot be made costs a warning.
+    A later save may have the same name: then it takes it over, and the earlier save is removed.  The directory goes
+    when its checkpoint does.  If it is removed while the run lives, the checkpoint goes after the next save with a
+    label; renaming or copying it within the root does nothing.  A label that cannot be made costs a warning.
     """
 
     name: str
@@ -90,18 +91,28 @@ def check_label_name(name: object) -> None:
 
 
 def check_metadata(metadata: object) -> dict[str, Any]:
-    """The metadata as it will be stored.  Raises :class:`ConfigError` for what is not small and plain."""
+    """The metadata as it will be stored.  Raises :class:`ConfigError` for what is not small and plain.
+
+    JSON has no numbers that are not finite: they are stored as the texts ``nan``, ``inf`` and ``-inf``.
+    """
     if metadata is None:
         return {}
     if not isinstance(metadata, Mapping) or not all(isinstance(key, str) for key in metadata):
         raise ConfigError(f"metadata={metadata!r}: give a dict whose keys are strings")
-    plain = {key: value.item() if callable(getattr(value, "item", None)) else value for key, value in metadata.items()}
-    for key, value in plain.items():
-        if value is not None and not isinstance(value, bool | int | float | str):
-            raise ConfigError(f"metadata[{key!r}]={value!r}: give a number, a string, a bool or None")
+    plain = {key: _metadata_value(key, value) for key, value in metadata.items()}
     if sum(len(key) + len(str(value)) for key, value in plain.items()) > MAX_METADATA_CHARS:
         raise ConfigError(f"metadata is larger than {MAX_METADATA_CHARS} characters: put it into the state instead")
     return plain
+
+
+def _metadata_value(key: str, value: Any) -> bool | int | float | str | None:
+    try:
+        plain = value.item() if callable(getattr(value, "item", None)) else value
+    except (RuntimeError, TypeError, ValueError):  # a tensor or an array of several numbers
+        plain = value
+    if plain is not None and not isinstance(plain, bool | int | float | str):
+        raise ConfigError(f"metadata[{key!r}]={value!r}: give a number, a string, a bool or None")
+    return str(plain) if isinstance(plain, float) and not math.isfinite(plain) else plain
 
 
 def check_step(step: object) -> int:
@@ -140,6 +151,45 @@ class Times:
     committed_s: float | None = None
 
 
+TierPhase = Literal["waiting", "carrying", "committed", "not carried"]
+"""Of a save in a tier."""
+
+
+@dataclass(frozen=True, slots=True)
+class TierStats:
+    """How a tier stands, as far as this rank knows."""
+
+    root: str
+    committed_step: int | None = None
+    """The newest that is whole there."""
+    committed_unix_s: float | None = None
+    """When that was seen."""
+    target_step: int | None = None
+    """Being carried."""
+    waiting_step: int | None = None
+    """To be carried next."""
+    carried_bytes: int = 0
+    """Of the target, by this rank."""
+    total_bytes: int = 0
+    failures: int = 0
+    """Attempts that have failed since the last one that succeeded."""
+    trouble: str = ""
+    """Why the last attempt failed; empty if it did not."""
+    is_over: bool = False
+    """Nothing more is carried there; ``trouble`` says why."""
+    considered_step: int | None = None
+    """The newest committed save of which it is known whether it is carried."""
+    behind_steps: int = 0
+    """How much older the newest whole step there is than the newest committed one."""
+    behind_s: float | None = None
+    """So much earlier was it committed in the root; ``None`` if it was before this checkpointer was made."""
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing is to be carried for now."""
+        return self.is_over or (self.target_step is None and self.waiting_step is None)
+
+
 @dataclass(frozen=True, slots=True)
 class Stats:
     """Counters of one checkpointer since it was made (``Checkpointer.stats()``)."""
@@ -167,6 +217,7 @@ class Stats:
     arena_wait_s: float = 0.0
     """Time staging waited for room in the arena: storage is slower than the saves ask for."""
     keeper_starts: int = 0
+    tiers: tuple[TierStats, ...] = ()
 
     @property
     def blocked_s(self) -> float:
@@ -183,9 +234,10 @@ class SkippedStep:
 
 @dataclass(frozen=True, slots=True)
 class RestoreReport:
-    """What the last ``restore`` did (``Checkpointer.last_restore``)."""
+    """What ``restore`` did.  True if a checkpoint was restored: ``if not report:`` is a fresh start."""
 
     step: int | None
+    """The step that was restored; ``None`` if there is no checkpoint.  Step 0 is a step."""
     bytes: int = 0
     seconds: float = 0.0
     missing: tuple[str, ...] = ()
@@ -194,12 +246,35 @@ class RestoreReport:
     """In the checkpoint, not in the live state: not read."""
     mismatched: tuple[str, ...] = ()
     """In both, with another shape or dtype: left as they were."""
-    skipped: tuple[SkippedStep, ...] = field(default=())
+    skipped: tuple[SkippedStep, ...] = ()
+    """Newer than ``step``, but damaged."""
+    source: str = ""
+    """The root or tier that this rank has read it from."""
+    replaced: tuple[str, ...] = ()
+    """What was damaged or missing nearer by, and was read from ``source`` instead."""
+
+    def __bool__(self) -> bool:
+        return self.step is not None
+
+    @property
+    def next_step(self) -> int:
+        """Where a loop that counts its steps from 0 goes on: ``for step in range(report.next_step, steps)``."""
+        return 0 if self.step is None else self.step + 1
 
 
 def check_choice(name: str, given: str, choices: tuple[str, ...]) -> None:
     if given not in choices:
         raise ConfigError(f"{name}={given!r}: give one of {', '.join(map(repr, choices))}")
+
+
+def check_options(given: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Options that can be told to another process.  Raises :class:`ConfigError`, which does not tell their values."""
+    if given is not None and not isinstance(given, Mapping):
+        raise ConfigError(f"storage_options= is a {type(given).__name__}: give a dict")
+    for name, value in (given or {}).items():
+        if not isinstance(name, str) or not isinstance(value, str | int | float | bool | None):
+            raise ConfigError(f"storage_options[{name!r}] is a {type(value).__name__}: give a str, a number or a bool")
+    return None if given is None else dict(given)
 
 
 def check_deadline(deadline_s: float) -> float:

@@ -34,6 +34,14 @@ def parse_bytes(size: int | str, what: str) -> int:
     return int(float(found[1]) * factor) if "." in found[1] else int(found[1]) * factor
 
 
+def parse_rate(rate: int | str, what: str) -> int:
+    """``"500MB/s"``, or a number of bytes a second; ``what`` names it in the error."""
+    found = parse_bytes(rate.strip().removesuffix("/s") if isinstance(rate, str) else rate, what)
+    if found < 1:
+        raise ConfigError(f"{what}={rate!r}: give at least 1 byte a second, or None")
+    return found
+
+
 def format_bytes(count: float) -> str:
     for unit, factor in (("TiB", 1 << 40), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
         if count >= factor:
@@ -65,7 +73,7 @@ def round_up(count: int, multiple: int) -> int:
     return -(-count // multiple) * multiple
 
 
-def format_ranks(ranks: Iterable[int]) -> str:
+def format_ranks(ranks: Iterable[int], noun: str = "rank") -> str:
     """``rank 3``, ``ranks 0-2, 5``, ``ranks 1, 3, 5, … and 40 more``."""
     ordered = sorted(ranks)
     ranges: list[tuple[int, int]] = []
@@ -77,4 +85,4 @@ def format_ranks(ranks: Iterable[int]) -> str:
     texts = [str(first) if first == last else f"{first}-{last}" for first, last in ranges[:_MAX_RANGES]]
     left = sum(last - first + 1 for first, last in ranges[_MAX_RANGES:])
     more = f", … and {left} more" if left else ""
-    return f"rank{'s' if len(ordered) != 1 else ''} {', '.join(texts)}{more}"
+    return f"{noun}{'s' if len(ordered) != 1 else ''} {', '.join(texts)}{more}"

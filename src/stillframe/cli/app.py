@@ -21,8 +21,8 @@ from stillframe import errors
 from stillframe.cli import exit_codes, output
 
 COMMANDS = (
-    "list", "show", "verify", "diff", "export", "import", "prune", "remove", "pin", "unpin", "doctor", "watch", "trace",
-    "report",
+    "list", "show", "verify", "diff", "copy", "export", "import", "prune", "remove", "pin", "unpin", "doctor", "watch",
+    "trace", "report",
 )  # fmt: skip
 """In the order of the help.  Each is the function ``command`` of the module with its name."""
 
@@ -38,7 +38,7 @@ def make_app(names: Iterable[str] = COMMANDS) -> typer.Typer:
     """The application with these commands; imports no module of another command."""
     app = typer.Typer(
         name="stillframe",
-        help="Inspect, verify, compare, convert and remove checkpoints.",
+        help="Inspect, verify, compare, copy, convert and remove checkpoints.",
         no_args_is_help=True,
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},

@@ -7,7 +7,10 @@ from typing import Annotated
 
 import typer
 
-Root = Annotated[Path, typer.Argument(help="The directory given to Checkpointer().", show_default=False)]
+Root = Annotated[str, typer.Argument(help="The directory or URL given to Checkpointer().", show_default=False)]
+OptionalRoot = Annotated[
+    str | None, typer.Argument(metavar="ROOT", help="The directory or URL given to Checkpointer().", show_default=False)
+]
 Step = Annotated[int | None, typer.Argument(help="A step. Default: the newest checkpoint.", show_default=False)]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
 Rank = Annotated[

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -50,7 +49,7 @@ class _Row:
 
 
 def command(
-    root: Annotated[Path, typer.Argument(help="A root.", show_default=False)],
+    root: Annotated[str, typer.Argument(help="A root.", show_default=False)],
     left: Annotated[str, typer.Argument(help="A step of the root; or a second root.", show_default=False)],
     right: Annotated[int | None, typer.Argument(help="Another step of the root.", show_default=False)] = None,
     step: Annotated[
@@ -69,11 +68,11 @@ def command(
     if right is not None and step is not None:
         raise ConfigError(f"--step {step} is for two roots; two steps of one root were given")
     with _open(root, _step(left) if right is not None else step) as one:
-        with _open(root if right is not None else Path(left), right if right is not None else step) as other:
+        with _open(root if right is not None else left, right if right is not None else step) as other:
             rows = measured(one, other)
         names = [f"step {one.step}", f"step {other.step}"]
         if right is None:
-            names = [f"{each.path.parent} step {each.step}" for each in (one, other)]
+            names = [f"{each.root} step {each.step}" for each in (one, other)]
     chosen = [row for row in rows if (row.outcome == only.value if only else row.outcome != "equal")]
     counts = {outcome: sum(row.outcome == outcome for row in rows) for outcome in _MARKS}
     if json:
@@ -94,7 +93,7 @@ def _step(text: str) -> int:
         raise ConfigError(f"{text!r} is no step; give ROOT STEP STEP, or ROOT_A ROOT_B") from None
 
 
-def _open(root: Path, step: int | None) -> Checkpoint:
+def _open(root: str, step: int | None) -> Checkpoint:
     if str(root).isdecimal() and files.kind_of(root) == "nothing":
         raise ConfigError(f"give a second step to compare step {root} with")
     return survey.open_checkpoint(root, step)

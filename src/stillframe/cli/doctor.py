@@ -3,40 +3,60 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from stillframe.cli import output
-from stillframe.cli.arguments import Json, Root
+from stillframe.cli.arguments import Json, OptionalRoot
+from stillframe.cli.device import examine_device
 from stillframe.cli.exit_codes import DAMAGED, TO_DO
+from stillframe.errors import ConfigError
 from stillframe.observe.doctor import Finding, examine
+from stillframe.store import root_address
 
 _MARKS = {"fine": " ok ", "note": "note", "problem": "TODO", "damage": "BAD "}
 
 
 def command(
-    root: Root,
+    root: OptionalRoot = None,
     quarantine: Annotated[
         bool, typer.Option("--quarantine", help="Read all data, and set aside every checkpoint that is damaged.")
     ] = False,
+    finish: Annotated[bool, typer.Option("--finish", help="Finish what was carried to a tier in part.")] = False,
+    device: Annotated[bool, typer.Option("--device", help="Test the accelerator instead of a root.")] = False,
     json: Json = False,
 ) -> None:
     """Look for problems, and say what to do.
 
-    Damage, leftovers, free space, permissions. Reads names, sizes and manifests, but no data (`verify` does), and
-    changes nothing. Exit code 11 if something should be done, 4 if a checkpoint is damaged.
+    Damage, leftovers, free space, permissions; what is half there in the run's tiers, and why nothing gets to one.
+    Reads names, sizes, manifests and the journal of the run, but no data (`verify` does), and changes nothing. Exit
+    code 11 if something should be done, 4 if a checkpoint is damaged.
 
     With --quarantine it also reads every byte. What is damaged is read a second time, and if it is still damaged, the
     checkpoint is set aside: no restore tries it, and retention leaves it alone. Nothing is deleted. What cannot be read
     for now (an I/O error, a missing mount) is not damage, and is not set aside.
 
-    Example: stillframe doctor runs/gpt; stillframe doctor runs/gpt --quarantine
+    With --finish, a step that was carried to a tier in part, by a run that is gone, is finished there: the parts that
+    are missing are carried from the root, if it has them. Beside a living run nothing is done (exit code 7): it
+    finishes such steps by itself, or removes them.
+
+    With --device, and without a root, it tests this machine's accelerator, for two minutes at most: the order of copies
+    and updates, with controls that must come out wrong; pinning; the rate into the arena beside torch's own
+    best; a training that is killed and restored. Its checkpoints go to a temporary directory. Exit code 13 if a check
+    failed, 12 if there is no accelerator. What it prints is made to be sent along with a report.
+
+    Example: stillframe doctor runs/gpt; stillframe doctor runs/gpt --quarantine; stillframe doctor runs/gpt
+    --finish; stillframe doctor --device
     """
-    findings = [*(_treated(root) if quarantine else []), *examine(root)]
+    if device != (root is None) or (device and (quarantine or finish)):
+        raise ConfigError("doctor: give a root, or --device and nothing else")
+    if root is None:
+        examine_device(is_json=json)
+        return
+    findings = [*(_treated(root) if quarantine else []), *(_finished(root) if finish else []), *examine(root)]
     if json:
-        output.print_json({"root": Path(root).absolute(), "findings": findings})
+        output.print_json({"root": root_address(root), "findings": findings})
     else:
         for finding in findings:
             output.say(f"{_MARKS[finding.level]} {finding.what}")
@@ -47,8 +67,14 @@ def command(
         sys.exit(DAMAGED if "damage" in levels else TO_DO)
 
 
-def _treated(root: Path) -> list[Finding]:
+def _treated(root: str) -> list[Finding]:
     from stillframe.cli.verify import read_all
     from stillframe.observe.quarantine import treat
 
     return treat(root, read_all)
+
+
+def _finished(root: str) -> list[Finding]:
+    from stillframe.observe.finishing import finish
+
+    return finish(root)

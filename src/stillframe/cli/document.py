@@ -15,10 +15,10 @@ _HEAD = """# The command line
 
 <!-- Generated from the commands by `make docs`; do not edit. -->
 
-`stillframe COMMAND …`, or `python -m stillframe COMMAND …`. Only `prune`, `remove`, `pin`, `unpin`, `import`
-and `doctor --quarantine` change a root. With `--json`, a command prints one JSON document for programs. An error is one
-line on standard error, and the exit code tells its kind. `stillframe --install-completion` installs completion for the
-shell.
+`stillframe COMMAND …`, or `python -m stillframe COMMAND …`. Only `copy`, `prune`, `remove`, `pin`, `unpin`,
+`import` and `doctor` with `--quarantine` or `--finish` change a root, the last one its tiers. With `--json`, a command
+prints one JSON document for programs. An error is one line on standard error, and the exit code tells its kind.
+`stillframe --install-completion` installs completion for the shell.
 """
 
 

@@ -1,10 +1,10 @@
-"""The exit codes of the command: one for each kind of error, and two for answers."""
+"""The exit codes of the command: one for each kind of error, and a few for answers."""
 
 from __future__ import annotations
 
 from stillframe import errors
 
-STORAGE, DAMAGED, DIFFERENT, TO_DO = 6, 4, 10, 11
+STORAGE, DAMAGED, DIFFERENT, TO_DO, NO_DEVICE, BAD_DEVICE = 6, 4, 10, 11, 12, 13
 
 EXIT_CODES: list[tuple[int, str, tuple[type[errors.StillframeError], ...]]] = [
     (0, "success, and nothing is wrong", ()),
@@ -18,7 +18,9 @@ EXIT_CODES: list[tuple[int, str, tuple[type[errors.StillframeError], ...]]] = [
     (8, "what is stored does not fit the request", (errors.StateError,)),
     (9, "the target exists already and was not changed", (errors.ExistsError,)),
     (DIFFERENT, "`diff`: the checkpoints differ", ()),
-    (TO_DO, "`doctor`: something should be done", ()),
+    (TO_DO, "`doctor`, `copy`: something should be done, or is missing still", ()),
+    (NO_DEVICE, "`doctor --device`: there is no accelerator here", ()),
+    (BAD_DEVICE, "`doctor --device`: a check of the accelerator failed", ()),
     (130, "interrupted (Ctrl-C)", ()),
 ]
 

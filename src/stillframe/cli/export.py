@@ -64,11 +64,11 @@ def command(
         raise ConfigError("give --below PATH or --all, not both")
     kind = format or (Format.TORCH if to.suffix in _TORCH else Format.SAFETENSORS)
     largest = parse_bytes(max_file, "--max-file")
-    survey.check_root(root)
+    survey.open_root(root)
     _check_absent(to)
     began = time.monotonic()
     with open_stored(root, step, rank) as stored:
-        chosen = choose.everything(stored) if everything else choose.weights(stored, below, rank is not None)
+        chosen = choose.chosen(stored, everything, below, rank is not None)
         from stillframe.convert import (
             export as exporting,
         )  # imports torch: only once the arguments are known to be good

@@ -1,4 +1,4 @@
-"""``stillframe list``: the steps in a root and the state of each."""
+"""``stillframe list``: the steps in a root and in its tiers, and the state of each."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import msgspec
 import typer
 
 from stillframe.checkpoint.survey import Step, Survey, survey
-from stillframe.cli import output
+from stillframe.checkpoint.tiers import TierView, do_not_count, look_at_tiers
+from stillframe.cli import output, tiers
 from stillframe.cli.arguments import Json, Root
 from stillframe.errors import VersionError
 from stillframe.units import format_bytes, format_count, format_ranks, format_time
@@ -26,51 +27,69 @@ def command(
     Those of the branch that training is on. For each step: its state, when it was saved, its size, how many ranks saved
     it, and the metadata given to save(). A star marks the newest checkpoint. A narrow terminal gets fewer columns.
 
+    If the run carries checkpoints to tiers, each has a column: whole, how many parts are there, carrying (a living run
+    goes on with it), – (nothing is there), ? (it cannot be looked at; the address of a server and the credentials come
+    from the environment). Steps that only a tier has are listed, too. A line below says if another run has gone on in a
+    tier, and which steps of the root do not count because of that.
+
     With --all, also: abandoned (training went back, and took another way), superseded (the branch has another save of
     the step), quarantined, removed (a tombstone is left), incomplete (never committed).
 
     Example: stillframe list runs/gpt
     """
     found = survey(root)
-    shown = found.saves if every else found.steps
+    views = look_at_tiers(found)
+    here = found.saves if every else found.steps
+    elsewhere = tiers.elsewhere(views, {each.save for each in here}, found.branch, every)
+    shown = sorted((*here, *elsewhere), key=lambda each: each.save)
+    hidden = len(found.saves) - len(here)
     if json:
         output.print_json(
             {
-                "root": found.root, "latest": found.latest, "steps": [_json(each) for each in shown],
-                "hidden": len(found.saves) - len(shown),
+                "root": found.root, "latest": found.latest, "steps": [_json(each, views) for each in shown],
+                "hidden": hidden, "tiers": [tiers.tier_json(view) for view in views],
                 "writers": [{"rank": rank, **msgspec.structs.asdict(each)} for rank, each in found.owners.items()],
             }
         )  # fmt: skip
     else:
-        _print(found, shown, every)
+        _print(found, shown, views, hidden, every)
     if newer := found.with_state("newer format"):
         raise VersionError(newer[-1].reason)
 
 
-def _json(each: Step) -> dict[str, object]:
+def _json(each: Step, views: list[TierView]) -> dict[str, object]:
     return {
         "step": each.step, "save": each.save, "state": each.state, "is_on_branch": each.is_on_branch,
         "is_pinned": each.is_pinned, "bytes": each.bytes, "ranks": each.here, "reason": each.reason or None,
-        **output.manifest_json(each.manifest),
+        **output.manifest_json(each.manifest), "tiers": {view.root: tiers.held_json(view, each.save) for view in views},
     }  # fmt: skip
 
 
-def _print(found: Survey, shown: tuple[Step, ...], every: bool) -> None:
+def _print(found: Survey, shown: list[Step], views: list[TierView], hidden: int, every: bool) -> None:
     if not found.with_state("committed", "damaged", "in progress", "newer format", "unreadable"):
         output.say(f"{found.root} has no checkpoint yet")
     columns = ["step", "epoch", "state", "when", "size", "ranks", "metadata"]
-    rows = [_row(each, each.state == "committed" and each.step == found.latest, every) for each in shown]
+    heads = tiers.headings(views, columns)
+    rows = [
+        [*_row(each, each.state == "committed" and each.step == found.latest, every), *tiers.cells(views, each.save)]
+        for each in shown
+    ]
     output.table(
-        columns, rows, right=["step", "epoch", "size", "ranks"], optional=["metadata", "ranks", "epoch", "when"]
-    )
+        [*columns, *heads], rows, right=["step", "epoch", "size", "ranks"],
+        optional=["metadata", "ranks", "epoch", "when"],
+    )  # fmt: skip
     for each in shown:
         if note := _note(each):
             output.say(f"step {each.step}{f' (epoch {each.save.epoch})' if every else ''}: {note}")
-    if hidden := len(found.saves) - len(shown):
+    if hidden:
         output.say(f"{format_count(hidden, 'save')} off the branch, set aside or never committed: see --all")
     for rank, owner in list(found.owners.items())[:1]:
         more = f" (and {len(found.owners) - 1} more ranks)" if len(found.owners) > 1 else ""
         output.say(f"{owner.doing}: rank {rank}, process {owner.pid} on {owner.host}{more}")
+    for head, view in zip(heads, views, strict=True):
+        output.say(f"{head}: {tiers.about(view)}")
+        if view.left:
+            output.say(do_not_count(view.left, found.root, view.root))
 
 
 def _row(each: Step, is_newest: bool, every: bool) -> list[str]:
@@ -80,11 +99,13 @@ def _row(each: Step, is_newest: bool, every: bool) -> list[str]:
     state = f"{each.state}, pinned" if each.is_pinned else each.state
     manifest = each.manifest
     if manifest is None:
-        return [step, epoch, state, "", format_bytes(each.bytes), "", ""]
+        return [step, epoch, state, "", format_bytes(each.bytes) if each.files else "", "", ""]
     world_size = manifest.world_size
-    ranks = str(world_size) if len(each.here) == world_size else f"{len(each.here)} of {world_size}"
+    is_all = len(each.here) == world_size or each.state == "not in the root"
+    ranks = str(world_size) if is_all else f"{len(each.here)} of {world_size}"
     about = output.format_metadata(manifest.metadata)
-    return [step, epoch, state, format_time(manifest.saved_unix_s), format_bytes(each.bytes), ranks, about]
+    size = format_bytes(each.bytes if each.files else manifest.bytes)
+    return [step, epoch, state, format_time(manifest.saved_unix_s), size, ranks, about]
 
 
 def _note(each: Step) -> str:

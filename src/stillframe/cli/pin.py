@@ -7,8 +7,7 @@ from typing import Annotated
 import typer
 
 from stillframe.checkpoint import requests
-from stillframe.checkpoint.catalog import Catalog
-from stillframe.checkpoint.survey import check_root
+from stillframe.checkpoint.survey import open_root
 from stillframe.cli import output
 from stillframe.cli.arguments import Root
 
@@ -20,6 +19,6 @@ def command(root: Root, step: Annotated[int, typer.Argument(help="A step.", show
 
     Example: stillframe pin runs/gpt 1000
     """
-    catalog = Catalog(check_root(root))
+    catalog = open_root(root)
     save = requests.pin(catalog, step)
     output.say(f"step {save.step} is pinned; `stillframe unpin` undoes it")

@@ -12,11 +12,12 @@ from stillframe.checkpoint import requests
 from stillframe.checkpoint.catalog import Catalog
 from stillframe.checkpoint.cleaning import Plan, Wanted, plan
 from stillframe.checkpoint.survey import Step, Survey, survey
+from stillframe.checkpoint.tiers import policy_text, read_tiers
 from stillframe.cli import removed
 from stillframe.cli.arguments import Json, Root
 from stillframe.errors import ConfigError, StillframeError
 from stillframe.keeper.prune import remove_leftovers
-from stillframe.retention import Keep, KeepBest, KeepEvery, KeepFor, KeepLast
+from stillframe.retention import Keep, KeepBest, KeepEvery, KeepFor, KeepLast, decode_policy
 
 
 def command(
@@ -47,6 +48,8 @@ def command(
     and so does one that is pinned, or that somebody reads. One that lacks files stays, and does not count. Those off
     the branch go once the branch has reached their step.
 
+    Nothing goes from the run's tiers: each has a policy of its own, and a dry run also says what that would let go.
+
     A run that is active in the root is asked to do it; if it does not answer, nothing changes (exit code 7).
 
     Example: stillframe prune runs/gpt --keep-last 3 --keep-every 1000 --dry-run; stillframe prune runs/gpt --keep-best
@@ -65,7 +68,8 @@ def command(
     if dry_run:
         done = Plan() if keep is None else plan(catalog, Wanted(keep=keep))
         left = _leftovers(before) if leftovers else []
-        removed.report(before, done, left, before.spare_bytes if leftovers else 0, is_dry=True, json=json)
+        spare_bytes = before.spare_bytes if leftovers else 0
+        removed.report(before, done, left, spare_bytes, is_dry=True, json=json, tiers=_in_tiers(catalog))
         return
     done = Plan() if keep is None else requests.prune(catalog, keep)
     left, spare_bytes = [], 0
@@ -83,6 +87,20 @@ def command(
     removed.report(before, done, left, spare_bytes, is_dry=False, json=json)
     if done.error is not None:
         raise done.error
+
+
+def _in_tiers(catalog: Catalog) -> list[removed.InTier]:
+    """What the policy of each tier would let go there, if it has one."""
+    found = []
+    for note in read_tiers(catalog.store):
+        try:
+            keep = decode_policy(note.keep)
+            if keep is not None:
+                tier = survey(note.root)
+                found.append(removed.InTier(note.root, repr(keep), tier, plan(Catalog(tier.root), Wanted(keep=keep))))
+        except StillframeError as error:
+            found.append(removed.InTier(note.root, policy_text(note), None, Plan(error=error)))
+    return found
 
 
 def _leftovers(found: Survey) -> list[Step]:

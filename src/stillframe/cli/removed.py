@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from stillframe.checkpoint.cleaning import Plan
 from stillframe.checkpoint.survey import Step, Survey
@@ -15,23 +16,41 @@ _BRANCH = 0
 """No epoch's number."""
 
 
+class InTier(NamedTuple):
+    """What the policy of a tier would let go there."""
+
+    root: str
+    policy: str
+    before: Survey | None
+    """``None``: the tier cannot be looked at."""
+    plan: Plan
+
+
 def report(
-    before: Survey, done: Plan, leftovers: Sequence[Step], spare_bytes: int, *, is_dry: bool, json: bool
+    before: Survey,
+    done: Plan,
+    leftovers: Sequence[Step],
+    spare_bytes: int,
+    *,
+    is_dry: bool,
+    json: bool,
+    tiers: Sequence[InTier] = (),
 ) -> None:
-    """``leftovers``: of saves that were never committed; ``spare_bytes``: of spare segments that went, or would go."""
+    """``leftovers``: of saves that were never committed; ``spare_bytes``: of spare segments that went, or would go.
+
+    ``tiers``: of a dry run.
+    """
     gone = {each.save for each in done.gone}
     kept = [each.step for each in before.with_state("committed") if each.save not in gone]
     total = sum(each.bytes for each in done.gone) + sum(each.bytes for each in leftovers) + spare_bytes
     if json:
-        listed = [
-            {"step": each.save.step, "save": each.save, "why": each.why, "bytes": each.bytes} for each in done.gone
-        ]
         unfinished = [{"step": each.step, "save": each.save, "bytes": each.bytes} for each in leftovers]
         stays = [{"step": each.save.step, "save": each.save, "why": each.why} for each in done.stays]
         output.print_json(
             {
-                "root": before.root, "dry_run": is_dry, "removed": listed, "leftovers": unfinished, "stays": stays,
-                "bytes": total, "kept": kept,
+                "root": before.root, "dry_run": is_dry, "removed": _listed(done.gone), "leftovers": unfinished,
+                "stays": stays, "bytes": total, "kept": kept,
+                **({"tiers": [_tier_json(tier) for tier in tiers]} if is_dry else {}),
             }
         )  # fmt: skip
         return
@@ -47,6 +66,27 @@ def report(
     freeing, keeping = ("would free", "would keep") if is_dry else ("freed", "kept")
     which = f": {_some(kept)}" if kept else ""
     output.say(f"{freeing} {format_bytes(total)}; {keeping} {format_count(len(kept), 'checkpoint')}{which}")
+    for tier in tiers:
+        for line in _tier_lines(tier):
+            output.say(f"{tier.root}: {line}")
+
+
+def _listed(gone: Sequence[Gone]) -> list[dict[str, object]]:
+    return [{"step": each.save.step, "save": each.save, "why": each.why, "bytes": each.bytes} for each in gone]
+
+
+def _tier_json(tier: InTier) -> dict[str, object]:
+    error = tier.plan.error
+    return {
+        "root": tier.root, "policy": tier.policy, "removed": _listed(tier.plan.gone), "trouble": error and str(error),
+    }  # fmt: skip
+
+
+def _tier_lines(tier: InTier) -> list[str]:
+    if tier.before is None:
+        return [f"cannot be looked at: {tier.plan.error}"]
+    lines = ranges(tier.before, tier.plan.gone) or ["nothing"]
+    return [f"{tier.policy} would let go {line}" for line in lines]
 
 
 def ranges(before: Survey, gone: Sequence[Gone]) -> list[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -16,6 +15,7 @@ from stillframe.checkpoint.stored import Stored
 from stillframe.cli import output
 from stillframe.cli.arguments import Json, Rank, Root, Step
 from stillframe.cli.stored import open_stored, tensors
+from stillframe.store import root_address
 from stillframe.units import format_bytes, format_count, format_ranks, format_time
 
 _DEPTH = 2
@@ -50,7 +50,7 @@ def command(
         chosen = contents.matching(entries, tensor) if tensor else entries
         figures = _read(stored, chosen) if stats else {}
         if json:
-            head = {"root": Path(root).absolute(), "step": checkpoint.step, "save": checkpoint.save}
+            head = {"root": root_address(root), "step": checkpoint.step, "save": checkpoint.save}
             about = {"bytes": checkpoint.manifest.bytes, "ranks": checkpoint.ranks}
             told = output.manifest_json(checkpoint.manifest) | {"metadata": _metadata(checkpoint)}
             listed = [_json(each) | figures.get(each.key, {}) for each in chosen]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from stillframe.checkpoint import survey
@@ -14,7 +13,7 @@ from stillframe.checkpoint.stored import Stored
 
 
 @contextlib.contextmanager
-def open_stored(root: Path, step: int | None, rank: int | None) -> Iterator[Stored]:
+def open_stored(root: str, step: int | None, rank: int | None) -> Iterator[Stored]:
     """Open a step (the newest if ``None``); per-rank values are those of ``rank`` (the first if ``None``)."""
     with survey.open_checkpoint(root, step, rank) as checkpoint:
         yield merged(checkpoint, rank)

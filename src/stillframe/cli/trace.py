@@ -12,6 +12,7 @@ from stillframe.cli.arguments import Force, Out, Root
 from stillframe.errors import NotFoundError
 from stillframe.observe.history import histories
 from stillframe.observe.trace import trace
+from stillframe.store import root_address
 
 
 def command(root: Root, out: Out = None, force: Force = False) -> None:
@@ -26,4 +27,4 @@ def command(root: Root, out: Out = None, force: Force = False) -> None:
     if not found:
         raise NotFoundError(f"no run has left events in {root}")
     data = msgspec.json.encode(trace(found))
-    output.write_file(out or Path(f"{Path(os.path.abspath(root)).name}.trace.json"), data, overwrite=force)
+    output.write_file(out or Path(f"{os.path.basename(root_address(root))}.trace.json"), data, overwrite=force)

@@ -7,8 +7,7 @@ from typing import Annotated
 import typer
 
 from stillframe.checkpoint import requests
-from stillframe.checkpoint.catalog import Catalog
-from stillframe.checkpoint.survey import check_root
+from stillframe.checkpoint.survey import open_root
 from stillframe.cli import output
 from stillframe.cli.arguments import Root
 
@@ -18,6 +17,6 @@ def command(root: Root, step: Annotated[int, typer.Argument(help="A step.", show
 
     Example: stillframe unpin runs/gpt 1000
     """
-    catalog = Catalog(check_root(root))
+    catalog = open_root(root)
     is_news = bool(requests.unpin(catalog, step))
     output.say(f"step {step} is not pinned any more" if is_news else f"step {step} was not pinned")

@@ -37,7 +37,7 @@ def command(
     """
     if every and step is not None:
         raise ConfigError(f"give a step ({step}) or --all, not both")
-    catalog = Catalog(survey.check_root(root))
+    catalog = survey.open_root(root)
     path = catalog.root
     found = survey.survey(path) if every else None
     branch = {each.save for each in found.steps} if found is not None else set()

@@ -28,9 +28,9 @@ def command(
 ) -> None:
     """Watch a run live.
 
-    Each save in flight, the time that training was blocked, the arena, ranks that lag, and what a crash would cost
-    now. Reads the files in the root and changes nothing: it works from another shell, and from any node that sees the
-    root. Ctrl-C ends it. With --json, or without a terminal, it prints the current state once.
+    Each save in flight, the time that training was blocked, the arena, ranks that lag, how far each tier is behind, and
+    what a crash would cost now. Reads the files in the root and changes nothing: it works from another shell, and from
+    any node that sees the root. Ctrl-C ends it. With --json, or without a terminal, it prints the current state once.
 
     Example: stillframe watch runs/gpt
     """
@@ -73,6 +73,7 @@ def _lines(frame: Frame) -> list[tuple[str, str]]:
     if frame.arena_bytes and frame.state != "ended":
         arena = f"{format_bytes(frame.arena_used_bytes)} of {format_bytes(frame.arena_bytes)} in use"
         lines.append((f"arena        {arena}", ""))
+    lines += [(f"tier         {each.root}: {each.text}", "red" if each.trouble else "") for each in frame.tiers]
     if frame.at_risk_s is not None:
         lines.append((f"a crash now  would cost {format_seconds(frame.at_risk_s)} of training", ""))
     return lines

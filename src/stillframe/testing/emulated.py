@@ -3,6 +3,7 @@
 Work is queued and runs later, in order, as on a GPU: the host runs ahead of both queues, and
 only events tie one to the other.  So a copy that is issued without waiting for the compute
 before it really sees old bytes, and an update that does not wait for the copy really tears it.
+As on a GPU, a kernel's writes count in ``tensor._version`` when it is queued, not when it runs.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from typing import Any
 
 import torch
 
-from stillframe.save.device import DeviceTable, Ticket
+from stillframe.save.device import DeviceTable, Gathered, Ticket
 from stillframe.state.memory import as_row
+from stillframe.state.torch_internals import uncounted_writes
 
 
 class _Queue:
@@ -57,6 +59,8 @@ class _EmulatedTicket:
 class EmulatedDevice:
     """Context manager: while open, tensors made by :meth:`place` count as lying on this device."""
 
+    is_host = False
+
     def __init__(self, *, copy_bytes_s: float = 25e9) -> None:
         self._copy_bytes_s = copy_bytes_s
         self._compute = _Queue("emulated-compute")
@@ -82,9 +86,18 @@ class EmulatedDevice:
     def owns(self, tensor: torch.Tensor) -> bool:
         return tensor.untyped_storage().data_ptr() in self._owned
 
-    def compute(self, work: Callable[[], None]) -> None:
-        """Queue a kernel: returns at once, runs in order."""
-        self._compute.put(work)
+    def compute(self, work: Callable[[], object], *writes: torch.Tensor) -> None:
+        """Queue a kernel that writes to these tensors: returns at once, runs in order.
+
+        What is not named is written without torch's knowledge, as by the replay of a CUDA graph.
+        """
+
+        def kernel() -> None:
+            with uncounted_writes():
+                work()
+
+        self._compute.put(kernel)
+        torch.autograd.graph.increment_version(writes)
 
     def synchronize(self) -> None:
         self._compute.record().wait()
@@ -92,10 +105,10 @@ class EmulatedDevice:
     def mark(self) -> threading.Event:
         return self._compute.record()
 
-    def gather(self, sources: Sequence[torch.Tensor], nbytes: int) -> torch.Tensor:
+    def gather(self, sources: Sequence[torch.Tensor], nbytes: int) -> Gathered:
         into = self.place(torch.empty(nbytes, dtype=torch.uint8, device="cpu"))
         self._compute.put(lambda: _fill(sources, into))
-        return into
+        return Gathered([into])
 
     def begin(self, mark: Any) -> None:
         self._copies.wait_event(mark)
@@ -114,8 +127,8 @@ class EmulatedDevice:
         assert isinstance(ticket, _EmulatedTicket)
         self._compute.wait_event(ticket.event)
 
-    def adopt(self, address: int, nbytes: int) -> None:
-        pass
+    def runtime(self) -> None:
+        return None
 
 
 def _fill(sources: Sequence[torch.Tensor], into: torch.Tensor) -> None:

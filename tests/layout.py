@@ -15,11 +15,22 @@ import msgspec
 
 from stillframe.checkpoint import epochs, events
 from stillframe.checkpoint.catalog import Catalog, Checkpoint
+from stillframe.checkpoint.lock import owner_of
 from stillframe.format import names
 from stillframe.format.envelope import wrap
-from stillframe.format.epochs import Aside, decode_parent, encode_aside, encode_parent
+from stillframe.format.epochs import (
+    Aside,
+    Target,
+    TierNotes,
+    decode_parent,
+    encode_aside,
+    encode_parent,
+    encode_target,
+    encode_tiers,
+)
 from stillframe.format.records import decode_seal
 from stillframe.model import SaveId
+from stillframe.tiers import Tier, check_tiers
 
 MANIFEST = names.MANIFEST
 LABEL = names.LABEL
@@ -311,6 +322,24 @@ def block_events(root: Path) -> None:
     """The next run can write no events there."""
     events_dir(root).parent.mkdir(parents=True, exist_ok=True)
     events_dir(root).write_text("in the way")
+
+
+def tiers_record(root: Path) -> Path:
+    """Where the run says which tiers it has."""
+    return root / names.TIERS
+
+
+def say_tiers(root: Path, *tiers: Tier) -> None:
+    """As a run with these tiers does."""
+    notes = [each.note() for each in check_tiers(tiers, str(root))]
+    tiers_record(root).write_bytes(encode_tiers(TierNotes("0123abcd", notes)))
+
+
+def say_target(tier: Path, root: Path, step: int) -> None:
+    """As rank 0 of the run that has the root, or had it last: this step is being carried."""
+    owner = owner_of(Catalog(root).store, 0)
+    word = Target(owner.run if owner is not None else "", save_of(root, step))
+    (tier / names.TARGET).write_bytes(encode_target(word))
 
 
 def remove_events(root: Path) -> None:

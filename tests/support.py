@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from tests import layout
+from tests.fork_server import SOURCE, Talker
 
 CHILD_S = 60.0
 
@@ -85,14 +86,9 @@ def is_alive(pid: int) -> bool:
     return stat.rpartition(")")[2].split()[0] != "Z"
 
 
-def start_child(code: str, *arguments: object) -> subprocess.Popen[str]:
+def start_child(code: str, *arguments: object) -> Talker:
     """A Python process that runs ``code`` with these ``sys.argv[1:]``; it can import the tests."""
-    repository = Path(__file__).resolve().parent.parent
-    environment = {**os.environ, "PYTHONPATH": f"{repository / 'src'}:{repository}"}
-    return subprocess.Popen(
-        [sys.executable, "-c", code, *map(str, arguments)],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment,
-    )  # fmt: skip
+    return Talker(code, *map(str, arguments))
 
 
 def run_child(code: str, *arguments: object) -> str:
@@ -103,8 +99,30 @@ def run_child(code: str, *arguments: object) -> str:
     return out
 
 
+def run_fresh(code: str, *arguments: object) -> str:
+    """As :func:`run_child`, in an interpreter that has imported nothing: for what looks at modules, or at memory."""
+    path = {"PYTHONPATH": f"{SOURCE / 'src'}{os.pathsep}{SOURCE}"}
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    ended = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **path}, timeout=CHILD_S)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
 def kill(pid: int) -> None:
     os.kill(pid, signal.SIGKILL)
+
+
+def pause(pid: int) -> None:
+    """SIGSTOP, until every thread stands: one that runs on another core goes on for a moment."""
+    os.kill(pid, signal.SIGSTOP)
+    until(lambda: all(_state(task) in "TtZX" for task in Path(f"/proc/{pid}/task").iterdir()), "all threads stopped")
+
+
+def _state(task: Path) -> str:
+    try:
+        return (task / "stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return "X"
 
 
 def keeper_is_gone(root: Path) -> bool:

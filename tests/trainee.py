@@ -68,7 +68,7 @@ def undisturbed(steps: int) -> str:
 def main(root: Path, steps: int) -> None:
     state = make_state()
     with stillframe.Checkpointer(root, arena="64MiB", keep=stillframe.KeepLast(2)) as checkpointer:
-        start = checkpointer.restore(state) or 0
+        start = checkpointer.restore(state).step or 0
         say(f"go {start}")
         for step in range(start + 1, steps + 1):
             checkpointer.fence()  # the ballast is updated by hand

@@ -79,10 +79,10 @@ def test_prune_leaves_what_somebody_reads(copy: Path) -> None:
 def test_leftovers_of_a_killed_run_go(copy: Path) -> None:
     """A trainer and its keeper, both killed in the middle of a save."""
     code = (
-        "import sys, os, signal, torch, stillframe\n"
+        "import sys, os, signal, torch, stillframe\nfrom stillframe import spi\n"
         "c = stillframe.Checkpointer(sys.argv[1], arena='64MiB'); c.restore({}, strict=False)\n"
-        "os.kill(c.keeper_pid, signal.SIGSTOP); c.save(50, {'w': torch.ones(1 << 20)})\n"
-        "os.kill(c.keeper_pid, signal.SIGKILL); os.kill(os.getpid(), signal.SIGKILL)\n"
+        "os.kill(spi.keeper_pid(c), signal.SIGSTOP); c.save(50, {'w': torch.ones(1 << 20)})\n"
+        "os.kill(spi.keeper_pid(c), signal.SIGKILL); os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     subprocess.run([COMMAND[0], "-c", code, str(copy)], env=environment(PYTHONWARNINGS="ignore"), capture_output=True)
     layout.make_torn_step(copy, 50)

@@ -15,6 +15,7 @@ import torch
 
 from stillframe import Checkpointer, load
 from stillframe.checkpoint.catalog import Catalog
+from stillframe.cli.app import COMMANDS
 from stillframe.cli.diff import measured
 from tests import layout
 from tests.cli.roots import COMMAND, STEPS, answer, environment, flip, stillframe
@@ -81,12 +82,12 @@ def test_list_tells_the_states_apart(copy: Path) -> None:
 def test_list_shows_a_save_in_progress_and_who_writes(copy: Path) -> None:
     """A real training process that stands still in the middle of a save: its keeper is stopped."""
     code = (
-        "import sys, os, signal, torch, stillframe\n"
+        "import sys, os, signal, torch, stillframe\nfrom stillframe import spi\n"
         "c = stillframe.Checkpointer(sys.argv[1], arena='64MiB')\n"
         "c.save(40, {'w': torch.ones(1 << 20)}); c.wait('staged'); c.wait()\n"
-        "os.kill(c.keeper_pid, signal.SIGSTOP)\n"
-        "c.save(50, {'w': torch.ones(1 << 20)}); print(c.keeper_pid, flush=True); input()\n"
-        "os.kill(c.keeper_pid, signal.SIGCONT); c.close()\n"
+        "os.kill(spi.keeper_pid(c), signal.SIGSTOP)\n"
+        "c.save(50, {'w': torch.ones(1 << 20)}); print(spi.keeper_pid(c), flush=True); input()\n"
+        "os.kill(spi.keeper_pid(c), signal.SIGCONT); c.close()\n"
     )
     child = subprocess.Popen(
         [COMMAND[0], "-c", code, str(copy)], env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -453,3 +454,15 @@ def test_names_do_not_command_the_terminal(tmp_path: Path) -> None:
 
 def test_a_terminal_without_letters(single: Path) -> None:
     assert "model" in stillframe("show", single, PYTHONIOENCODING="ascii")
+
+
+def test_a_url_of_no_object_store_is_refused_by_every_command(tmp_path: Path) -> None:
+    url = "ftp://bucket/run"
+    torch.save({"w": torch.ones(2)}, tmp_path / "a.pt")
+    more: dict[str, list[object]] = {"import": ["a.pt", url, "--step", 1]}
+    more |= {"diff": [url, 1, 2], "export": [url, 1, "out.safetensors"], "copy": [url, "there"]}
+    more |= {name: [url, 1] for name in ("pin", "remove", "unpin")} | {"prune": [url, "--keep-last", 1]}
+    for command in COMMANDS:
+        said = stillframe(command, *more.get(command, [url]), code=2, cwd=tmp_path)
+        assert "a URL that stillframe cannot write to" in " ".join(said.split()), (command, said)
+    assert [path.name for path in tmp_path.iterdir()] == ["a.pt"]

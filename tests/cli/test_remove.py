@@ -18,19 +18,21 @@ from stillframe import BusyError, Catalog, Checkpointer, ConfigError, NotFoundEr
 from stillframe.format import names
 from tests import layout
 from tests.cli.roots import COMMAND, answer, environment, stillframe
+from tests.support import pause
 
 LIVING = """
 import sys, torch, stillframe
+from stillframe import spi
 c = stillframe.Checkpointer(sys.argv[1], arena="64MiB")
 w = torch.zeros(1000)
-print(c.restore({"w": w}), flush=True)
+print(c.restore({"w": w}).step, flush=True)
 for line in sys.stdin:
     if line.startswith("save"):
         w += 1
         c.save(int(line.split()[1]), {"w": w}); c.wait()
         print("saved", flush=True)
     elif line.startswith("keeper"):
-        print(c.keeper_pid, flush=True)
+        print(spi.keeper_pid(c), flush=True)
 c.close()
 """
 
@@ -279,7 +281,7 @@ def test_what_is_read_or_pinned_stays_beside_a_run(root: Path, run: Run) -> None
 
 def test_a_run_that_does_not_answer_is_left_alone(root: Path, run: Run) -> None:
     keeper = int(run.tell("keeper"))
-    os.kill(keeper, signal.SIGSTOP)
+    pause(keeper)
     try:
         text = stillframe("prune", root, "--keep-last", 2, code=7)
         assert f"process {keeper}" in text

@@ -23,18 +23,21 @@ from stillframe.format.tree import (
     LeafNode,
     ListNode,
     ObjectNode,
+    PartBox,
+    PartOf,
     RankBox,
     ShardedNode,
     TensorNode,
     TupleNode,
     ValueNode,
     View,
+    WrapperNode,
 )
 from stillframe.lineage import Branch, Row
 from stillframe.model import SaveId
 from tests.golden import make
 from tests.property.exact import exact
-from tests.support import run_child
+from tests.support import run_fresh
 
 SAVE = SaveId(make.STEP)
 STEP_DIR = make.ROOT / "step-000000001234-e0001-1"
@@ -94,8 +97,8 @@ def test_its_seal_can_be_made_again_from_what_it_says() -> None:
 def test_it_is_restored_in_place(tmp_path: Path) -> None:
     shutil.copytree(make.ROOT, tmp_path / "root")
     live = {"strided": torch.zeros(34, dtype=torch.int16), "values": {}, "names": {}}
-    with Checkpointer(tmp_path / "root") as checkpointer:
-        assert checkpointer.restore(live, strict=False) == make.STEP
+    with Checkpointer(tmp_path / "root") as checkpointer, pytest.warns(RuntimeWarning, match="restored in part"):
+        assert checkpointer.restore(live, strict=False).step == make.STEP
     assert exact(live["strided"]) == exact(make.saved_state()["strided"])
 
 
@@ -115,7 +118,7 @@ def test_the_segment_opens_where_stillframe_is_not_loaded() -> None:
         "import sys; from safetensors import safe_open; file = safe_open(sys.argv[1], framework='np');"
         "print(file.get_tensor('array').tolist()); assert 'stillframe' not in sys.modules"
     )
-    assert json.loads(run_child(code, SEGMENT)) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+    assert json.loads(run_fresh(code, SEGMENT)) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
 
 
 @pytest.fixture(scope="module")
@@ -189,9 +192,9 @@ GOLDEN_NOTES = {
         '"run":"0123abcd","sequence":1}}\n'
     ),
     "parent": (
-        '{"stillframe":1,"kind":"parent","xxh3_128":"d1b127dd02ed680510e7b45668db4e49","body":{"epoch":3,'
+        '{"stillframe":1,"kind":"parent","xxh3_128":"728f3ef185f706127495440c185caf4d","body":{"epoch":3,'
         '"run":"0123abcd","sequence":1,"is_shared":true,"parent":{"step":5,"epoch":1,"attempt":1},'
-        '"lineage":[[1,5]]}}\n'
+        '"lineage":[[1,5]],"is_by_hand":false}}\n'
     ),
     "outcomes": (
         '{"stillframe":1,"kind":"outcomes","xxh3_128":"d8377fc2bc08b49d8b97fccc41fafab6","body":{"epoch":3,'
@@ -262,3 +265,19 @@ NOTES = {
 @pytest.mark.parametrize("kind", NOTES)
 def test_a_note_has_exactly_these_bytes(kind: str) -> None:
     assert NOTES[kind].decode() == GOLDEN_NOTES[kind]
+
+
+def test_a_wrapper_and_4_bit_numbers_have_exactly_these_bytes() -> None:
+    box = PartBox((2, 0), (2, 3), (0, 0))
+    context = {"$": "dict", "items": [["bits", 8]]}
+    node = WrapperNode("a.B", "float32", (2, 3), ["q"], [TensorNode(0)], context, PartOf((4, 3), [box]))
+    assert bytes(records.encode_tree(node)) == (
+        b'{"kind":"wrapper","type":"a.B","dtype":"float32","shape":[2,3],"names":["q"],"items":[{"kind":"tensor",'
+        b'"shard":0,"view":null}],"context":{"$":"dict","items":[["bits",8]]},"part_of":{"shape":[4,3],'
+        b'"boxes":[{"offset":[2,0],"shape":[2,3],"local":[0,0]}]}}'
+    )
+    shards = [Shard("w", "F4", (2, 3), 0, 6), Shard("s", "F4", (), 6, 7), Shard("e", "F8_E8M0", (2,), 7, 9)]
+    assert encode_header(shards, {})[8:].rstrip() == (
+        b'{"__metadata__":{"format":"pt"},"w":{"dtype":"F4","shape":[2,6],"data_offsets":[0,6]},'
+        b'"s":{"dtype":"F4","shape":[2],"data_offsets":[6,7]},"e":{"dtype":"F8_E8M0","shape":[2],"data_offsets":[7,9]}}'
+    )

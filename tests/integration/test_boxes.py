@@ -9,15 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from stillframe import (
-    BoxReader,
-    Checkpointer,
-    ConfigError,
-    FormatError,
-    TensorBox,
-    load,
-    storable,
-)
+from stillframe import Checkpointer, ConfigError, FormatError, load, spi
+from stillframe.spi import BoxReader, TensorBox, storable
 
 WHOLE = torch.arange(60, dtype=torch.float32).view(6, 10)
 
@@ -56,6 +49,16 @@ def test_an_empty_part_holds_nothing(tmp_path: Path) -> None:
     assert torch.equal(load(tmp_path, only="x")["x"], torch.ones(3))
 
 
+def test_several_parts_of_one_tensor(tmp_path: Path) -> None:
+    places = [(0, 0, 2, 10), (2, 0, 4, 3), (2, 3, 0, 7), (2, 3, 4, 7)]
+    parts = [TensorBox(WHOLE[y : y + h, x : x + w], WHOLE.shape, (y, x)) for y, x, h, w in places]
+    save(tmp_path, w=TensorBox.joined(parts), x=TensorBox.joined(parts[2:3]))
+    assert torch.equal(load(tmp_path, only="w")["w"], WHOLE)
+    for others in (TensorBox(WHOLE[:1].double(), WHOLE.shape, (0, 0)), TensorBox(WHOLE[:1], (9, 10), (0, 0))):
+        with pytest.raises(ConfigError, match="not boxes of one tensor"):
+            TensorBox.joined([*parts, others])
+
+
 def test_boxes_move_from_save_to_save(tmp_path: Path) -> None:
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1, {"w": TensorBox(WHOLE[:3], WHOLE.shape, (0, 0))})
@@ -81,7 +84,7 @@ def test_a_hold_keeps_updates_back_until_it_is_released(tmp_path: Path) -> None:
     optimizer = torch.optim.SGD([weight], lr=1.0)
     weight.grad = torch.ones(1000)
     with Checkpointer(tmp_path) as checkpointer:
-        release = checkpointer.hold()
+        release = spi.UpdateGate(checkpointer.fence).hold("")
 
         def later() -> None:
             time.sleep(0.3)

@@ -33,7 +33,7 @@ def test_a_run_that_was_taken_over_reports_nothing_as_committed(tmp_path: Path) 
         with pytest.raises(BusyError, match="taken over"):
             begun_later.wait()
         assert not [save for save in saves_of(tmp_path) if save.step == 3], "it was begun all the same"
-        assert checkpointer.restore(state) in (1, 2)  # a new epoch: the root is ours again
+        assert checkpointer.restore(state).step in (1, 2)  # a new epoch: the root is ours again
         checkpointer.save(4, state).wait()
     assert Catalog(tmp_path).latest() == 4
 
@@ -53,7 +53,7 @@ def test_a_late_commit_of_the_epoch_before_never_wins(tmp_path: Path) -> None:
     assert all(Catalog(tmp_path).is_committed(save) for save in found), "it is a checkpoint, and off the branch"
     assert Catalog(tmp_path).latest() == 2
     with Checkpointer(tmp_path) as checkpointer:
-        assert checkpointer.restore(old) == 2
+        assert checkpointer.restore(old).step == 2
         checkpointer.save(7, {"x": torch.tensor(2.0)}).wait()
     assert value_of(tmp_path, 7) == 2.0
 
@@ -66,7 +66,7 @@ def test_a_rewound_run_is_not_overtaken_by_the_branch_it_left(tmp_path: Path) ->
             checkpointer.save(step, state).wait()
         checkpointer.rewind(2)
     with Checkpointer(tmp_path) as checkpointer:  # it crashed before it saved anything
-        assert checkpointer.restore(state) == 2
+        assert checkpointer.restore(state).step == 2
         assert float(state["x"]) == 2
         state["x"].fill_(30)
         checkpointer.save(3, state).wait()
@@ -98,9 +98,9 @@ def test_restoring_an_older_step_only_to_look_leaves_no_trace(tmp_path: Path) ->
         for step in (1, 2, 3):
             checkpointer.save(step, state).wait()
     with Checkpointer(tmp_path) as checkpointer:
-        assert checkpointer.restore(state, step=1) == 1
+        assert checkpointer.restore(state, step=1).step == 1
     with Checkpointer(tmp_path) as checkpointer:
-        assert checkpointer.restore(state) == 3
+        assert checkpointer.restore(state).step == 3
 
 
 def test_a_step_that_is_not_after_the_newest_is_refused(tmp_path: Path) -> None:
@@ -158,13 +158,13 @@ def test_a_reader_beside_a_run_writes_nothing_and_disturbs_nobody(tmp_path: Path
             state["x"].fill_(step)
             save = checkpointer.save(step, state)
             if step > 1:
-                found = stillframe.restore(tmp_path, seen)
+                found = stillframe.restore(tmp_path, seen).step
                 assert found is not None
                 assert found >= step - 1
                 assert (seen["x"] == found).all()
             save.wait()
             checkpointer.fence()
     before = sorted(str(path) for path in tmp_path.rglob("*"))
-    assert stillframe.restore(tmp_path, seen) == 29
+    assert stillframe.restore(tmp_path, seen).step == 29
     assert sorted(str(path) for path in tmp_path.rglob("*")) == before
-    assert stillframe.restore(tmp_path / "nothing", seen) is None
+    assert stillframe.restore(tmp_path / "nothing", seen).step is None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import threading
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,8 @@ import pytest
 import torch
 
 import stillframe
-from stillframe import Checkpointer, MismatchError
+from stillframe import Checkpointer, MismatchError, RestoreReport, StateError
+from stillframe.restoring.place import Placement
 from tests import layout
 from tests.support import assert_same, make_model, train_step
 
@@ -26,15 +29,15 @@ def save(root: Path, state: Any, step: int = 1) -> None:
         checkpointer.save(step, state)
 
 
-def restore(root: Path, state: Any, **options: Any) -> Any:
+def restore(root: Path, state: Any, **options: Any) -> RestoreReport:
     with Checkpointer(root) as checkpointer:
-        checkpointer.restore(state, **options)
-        return checkpointer.last_restore
+        return checkpointer.restore(state, **options)
 
 
 def test_an_empty_root_restores_nothing(root: Path) -> None:
     with Checkpointer(root) as checkpointer:
-        assert checkpointer.restore({"anything": 1}) is None
+        report = checkpointer.restore({"anything": 1})
+    assert (report.step, report.next_step, bool(report)) == (None, 0, False)
 
 
 def test_a_resumed_run_goes_on_as_if_nothing_had_happened(root: Path) -> None:
@@ -62,9 +65,9 @@ def test_a_resumed_run_goes_on_as_if_nothing_had_happened(root: Path) -> None:
             checkpointer.save(step, first)
     second = make()
     with Checkpointer(root) as checkpointer:
-        start = checkpointer.restore(second)
-        assert start == 5
-        for step in range(start + 1, 9):
+        report = checkpointer.restore(second)
+        assert report.step == 5
+        for step in range(report.next_step, 9):
             advance(second)
             checkpointer.save(step, second)
     for part in ("model", "optimizer", "scheduler", "rng"):
@@ -137,13 +140,39 @@ def test_a_module_that_does_not_fit_touches_nothing(root: Path) -> None:
 def test_not_strict_restores_what_matches_and_says_what_did_not(root: Path) -> None:
     save(root, {"same": torch.ones(3), "shape": torch.ones(3), "gone": torch.ones(3), "model": torch.nn.Linear(2, 2)})
     state = {"same": torch.zeros(3), "shape": torch.zeros(4), "new": torch.zeros(3), "model": torch.nn.Linear(2, 2)}
-    report = restore(root, state, strict=False)
+    with pytest.warns(RuntimeWarning, match="step 1 was restored in part") as caught:
+        report = restore(root, state, strict=False)
+    (warning,) = caught
+    assert warning.filename == __file__
+    for part in ("1 in the state but not in the checkpoint (new)", "not in the state (gone)", "1 different (shape)"):
+        assert part in str(warning.message)
     assert report.step == 1
     assert (report.missing, report.unexpected) == (("new",), ("gone",))
     assert len(report.mismatched) == 1
     assert torch.equal(state["same"], torch.ones(3))  # type: ignore[arg-type]
     assert torch.equal(state["shape"], torch.zeros(4))  # type: ignore[arg-type]
     assert report.bytes == 3 * 4 + (4 + 2) * 4
+
+
+def test_step_0_is_a_step(root: Path) -> None:
+    save(root, {"n": 1}, step=0)
+    report = restore(root, {"n": 0})
+    assert (report.step, report.next_step, bool(report)) == (0, 1, True)
+
+
+def test_an_object_that_refuses_its_state_is_named(root: Path) -> None:
+    class Refusing:
+        def state_dict(self) -> dict[str, int]:
+            return {"n": 1}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            raise KeyError("m")
+
+    save(root, {"loaders": [Refusing()]})
+    with pytest.raises(StateError, match=r"loaders/0: load_state_dict of Refusing.*overwritten") as told:
+        restore(root, {"loaders": [Refusing()]})
+    assert isinstance(told.value.__cause__, StateError)
+    assert isinstance(told.value.__cause__.__cause__, KeyError)
 
 
 def test_an_older_step_can_be_asked_for(root: Path) -> None:
@@ -266,11 +295,36 @@ def test_a_leaf_type_of_ones_own(root: Path) -> None:
         stillframe.register_leaf(dict, "test.window", dict, dict)
 
 
+def test_an_interrupt_in_the_middle_of_a_restore_ends_it_and_the_next_one_works(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = torch.arange(16_000_000, dtype=torch.float32)  # four chunks
+    save(root, {"weights": source})
+    live = {"weights": torch.zeros_like(source)}
+    real, placed = Placement._place, itertools.count()
+
+    def place(self: Placement, *where: Any) -> None:
+        if next(placed) == 1:
+            raise KeyboardInterrupt
+        real(self, *where)
+
+    with Checkpointer(root) as checkpointer:
+        with monkeypatch.context() as patched:
+            patched.setattr(Placement, "_place", place)
+            with pytest.raises(KeyboardInterrupt):
+                checkpointer.restore(live)
+        assert not [each.name for each in threading.enumerate() if each.name.startswith("stillframe-read")]
+        assert checkpointer.restore(live).step == 1
+        assert torch.equal(live["weights"], source)
+        checkpointer.save(2, live).wait()
+    assert stillframe.Catalog(root).steps() == [1, 2]
+
+
 def test_restore_after_saves_of_its_own_waits_for_them(root: Path) -> None:
     weights = torch.ones(6_000_000)
     with Checkpointer(root) as checkpointer:
         checkpointer.save(1, {"weights": weights})
-        with checkpointer.fence():
-            weights.zero_()
-        assert checkpointer.restore({"weights": weights}) == 1
+        checkpointer.fence()
+        weights.zero_()
+        assert checkpointer.restore({"weights": weights}).step == 1
     assert weights.sum() == 6_000_000

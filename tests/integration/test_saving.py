@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import logging
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +15,12 @@ import pytest
 import torch
 
 import stillframe
-from stillframe import Catalog, Checkpointer
+from stillframe import Catalog, Checkpointer, spi
+from stillframe.link import memory
+from stillframe.save import capture, plan
 from tests import layout
 from tests.layout import leftovers
-from tests.support import assert_same, make_model, train_step, until
+from tests.support import assert_same, make_model, pause, train_step, until
 
 MIB = 2**20
 
@@ -129,20 +133,20 @@ def test_the_auto_arena_takes_the_first_state_and_a_little_more(tmp_path: Path) 
 def test_the_auto_arena_respects_the_memory_available_and_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("stillframe.link.sizing.memory_available_bytes", lambda: 100 * MIB)
+    monkeypatch.setattr(memory, "shared_room", lambda: memory.Room(100 * MIB, "the machine's memory"))
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1, {"weights": torch.ones(25 * MIB)}).wait()
         assert checkpointer.stats().arena_bytes == 48 * MIB
-    assert "half of the memory available" in caplog.text
+    assert "half of what is left of the machine's memory" in caplog.text
 
 
 def test_skip_drops_a_save_that_would_have_to_wait(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     state = {"weights": torch.zeros(6_000_000)}
     with Checkpointer(tmp_path, when_busy="skip", arena="32MiB") as checkpointer:
         checkpointer.save(1, state).wait()
-        keeper = checkpointer.keeper_pid
+        keeper = spi.keeper_pid(checkpointer)
         assert keeper is not None
-        os.kill(keeper, signal.SIGSTOP)
+        pause(keeper)
         state["weights"].add_(1.0)
         second = checkpointer.save(2, state)
         second.wait("staged")
@@ -160,13 +164,32 @@ def test_skip_drops_a_save_that_would_have_to_wait(tmp_path: Path, caplog: pytes
 
 def test_saving_the_wrong_object_is_noticed_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The commonest silent bug: a copy of the model is saved, and the copy is never trained."""
-    model = torch.nn.Linear(1000, 1000)
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    saved = copy.deepcopy(model)
     with Checkpointer(tmp_path) as checkpointer:
         for step in range(4):
-            checkpointer.save(step, {"model": model, "step": step, "counter": torch.tensor(step)})
+            train_step(model, optimizer)
+            checkpointer.save(step, {"model": saved, "step": step, "counter": torch.tensor(step)})
         checkpointer.wait()
         assert checkpointer.stats().unchanged == 3
     assert caplog.text.count("exactly the same bytes") == 1
+
+
+@pytest.mark.parametrize("why", ["no update in between", "frozen", "an update that changes nothing"])
+def test_saves_that_may_repeat_give_no_such_warning(why: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The last save after that of the last step, one by a signal handler; gradients that were not finite."""
+    model, frozen = make_model(), make_model().requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0 if why == "an update that changes nothing" else 1e-3)
+    with Checkpointer(tmp_path) as checkpointer:
+        train_step(model, optimizer)
+        for step in range(4):
+            checkpointer.save(step, {"model": frozen if why == "frozen" else model})
+            checkpointer.wait()
+            if why in ("frozen", "an update that changes nothing"):
+                train_step(model, optimizer)
+        assert checkpointer.stats().unchanged == 3
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
 def test_a_trained_state_gives_no_such_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -195,7 +218,7 @@ def test_memory_stays_bounded_over_hundreds_of_saves(tmp_path: Path) -> None:
                 checkpointer.save(step, state)
             checkpointer.wait()
             gc.collect()
-            return resident_bytes(os.getpid()) + resident_bytes(checkpointer.keeper_pid or 0)
+            return resident_bytes(os.getpid()) + resident_bytes(spi.keeper_pid(checkpointer) or 0)
 
         first = used(60, 0)
         last = used(240, 60)
@@ -207,7 +230,7 @@ def test_ten_thousand_small_tensors_in_one_state(tmp_path: Path) -> None:
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1, state).wait()
         live = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
-        assert checkpointer.restore(live) == 1
+        assert checkpointer.restore(live).step == 1
     assert_same(live, state)
 
 
@@ -275,3 +298,46 @@ def test_retention_leaves_foreign_files_alone(tmp_path: Path) -> None:
         checkpointer.save(2, {"a": 1}).wait()
     assert Catalog(tmp_path).steps() == [2]
     assert notes.read_text() == "mine"
+
+
+class Sampler:
+    """Of a data loader: everything in its state is a new object each time."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"generator": torch.Generator().get_state(), "order": torch.randperm(1000)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize(
+    ("made", "plans"),
+    [
+        (lambda: {"rng": stillframe.RNG()}, 1),
+        (lambda: {"data": Sampler()}, 1),
+        (lambda: {"rng": {"torch": torch.get_rng_state(), "all": [torch.get_rng_state()]}}, 2),
+    ],
+    ids=["RNG", "an object's state", "tensors by themselves"],
+)
+def test_fresh_tensors_of_the_same_form_need_no_plan_of_their_own(
+    made: Callable[[], dict[str, Any]], plans: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made_plans = []
+
+    def make_plan(*args: Any) -> Any:
+        made_plans.append(plan.make_plan(*args))
+        return made_plans[-1]
+
+    monkeypatch.setattr(capture, "make_plan", make_plan)
+    model = make_model()
+    kept = []
+    with Checkpointer(tmp_path, arena="64MiB") as checkpointer:
+        for step in range(5):
+            torch.manual_seed(step)
+            kept.append(made())  # so that no tensor gets the memory of the one before
+            checkpointer.save(step, {"model": model, **kept[-1]})
+    assert len(made_plans) == plans
+    for step, state in enumerate(kept):
+        if isinstance(state.get("rng"), dict):
+            assert torch.equal(stillframe.load(tmp_path, step)["rng"]["torch"], state["rng"]["torch"])
+            assert torch.equal(stillframe.load(tmp_path, step)["rng"]["all"][0], state["rng"]["all"][0])

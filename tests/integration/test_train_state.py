@@ -53,7 +53,7 @@ def test_it_resumes_exactly_as_a_part_of_a_state_too(tmp_path: Path) -> None:
         checkpointer.save(1, state).wait()
         train_step(model, optimizer)
         state["train"].more["position"] = 9  # type: ignore[attr-defined]
-        assert checkpointer.restore(state) == 1
+        assert checkpointer.restore(state).step == 1
     assert_same(dict(model.state_dict()), before)
     assert state["train"].more == {"position": 7}  # type: ignore[attr-defined]
 

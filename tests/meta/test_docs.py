@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import datetime
 import importlib
 import inspect
 import re
+import signal
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -40,11 +43,11 @@ def names(model: torch.nn.Module, steps: int) -> dict[str, Any]:
 def test_the_loop_of_the_readme_trains_and_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     exec(BLOCKS[0], names(make_model(), 3))
-    assert stillframe.Catalog("runs/gpt").latest() == 3
+    assert stillframe.Catalog("runs/gpt").latest() == 2
     second = names(make_model(), 5)
     exec(BLOCKS[0], second)
-    assert second["start"] == 3
-    assert stillframe.Catalog("runs/gpt").steps() == [3, 4, 5]
+    assert second["report"].step == 2
+    assert stillframe.Catalog("runs/gpt").steps() == [2, 3, 4]
 
 
 def test_the_everyday_lines_of_the_readme_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,9 +88,40 @@ def test_the_dcp_lines_of_the_readme_run(tmp_path: Path, monkeypatch: pytest.Mon
     assert stillframe.Catalog("runs/7b").steps() == [0, 100, 101]
 
 
+def test_the_lines_on_tiers_run(tmp_path: Path) -> None:
+    text = (REPOSITORY / "docs/guides/tiers.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    blocks += [block for block in BLOCKS if "stillframe.Tier(" in block]
+    for place in ("/nvme/", "/lustre/", "s3://bucket/"):  # no such disks here
+        blocks = [block.replace(f'"{place}', f'"{tmp_path}/{place.strip("/").split("/")[-1]}/') for block in blocks]
+    begin, wait, back, stop, readme = blocks
+    node, lustre, bucket = (
+        tmp_path / name for name in (f"nvme/{socket.gethostname()}/gpt", "lustre/gpt", "bucket/gpt")
+    )
+    scope = names(make_model(), 121)
+    exec(begin, scope)
+    assert stillframe.Catalog(node).steps() == [*range(10, 121, 10)]
+    assert stillframe.Catalog(lustre).steps() == [0, 100]
+    assert stillframe.Catalog(bucket).steps() == [0]
+    with stillframe.Checkpointer(node, tiers=scope["tiers"]) as checkpointer:
+        checkpointer.restore(scope["state"])
+        exec(wait, {**scope, "checkpointer": checkpointer, "step": 200})
+    assert stillframe.Catalog(lustre).steps() == [0, 100, 200]
+    exec(back, scope)
+    assert (scope["report"].step, scope["report"].source) == (200, str(node))
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        exec(stop.replace("loss = ", "stop.append(True)\n        loss = "), {**scope, "steps": 1000})
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+    assert stillframe.Catalog(node).latest() == 201
+    exec(readme, {**scope, "stillframe": stillframe, "datetime": datetime, "step": 300})
+    assert stillframe.Catalog(lustre).latest() == 300
+
+
 def test_every_file_and_target_that_a_document_names_exists() -> None:
     makefile = (REPOSITORY / "Makefile").read_text()
-    for path in [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *(REPOSITORY / "docs").glob("*.md")]:
+    for path in [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *(REPOSITORY / "docs").rglob("*.md")]:
         text = path.read_text()
         for name in re.findall(r"\]\(([\w./-]+\.(?:md|png))\)", text):
             assert (path.parent / name).exists(), f"{path.name} links to {name}"

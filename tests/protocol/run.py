@@ -15,22 +15,29 @@ import msgspec
 from stillframe import errors
 from stillframe.checkpoint.catalog import Catalog
 from stillframe.errors import IntegrityError, KeeperError, NotFoundError, StorageError
+from stillframe.format import limits, names
 from stillframe.format.digest import digest
 from stillframe.format.records import SealDraft, encode_shards, encode_tree
 from stillframe.format.segment import Shard, encode_header
 from stillframe.format.tree import DictNode, TensorNode
 from stillframe.keeper.commit_loop import CommitLoop, or_die
 from stillframe.keeper.main import Keeper
+from stillframe.keeper.mover import Mover
+from stillframe.keeper.promotion import Promotion
 from stillframe.link import messages
 from stillframe.link.messages import KeeperConfig
 from stillframe.model import SaveId
-from stillframe.retention import Keep, encode_policy
+from stillframe.restoring.sources import Sources
+from stillframe.retention import Keep, KeepLast, encode_policy
+from stillframe.store.protocol import read_all
+from stillframe.tiers import TierConfig
 from tests.protocol.truth import Truth, check, payload
 from tests.protocol.world import Killed, Process, World
 
 DEADLINE_S = 8.0
 _TURNS = 200
 _TURN_S = 0.5
+TIER = TierConfig("memory:", 1, 0.0, encode_policy(KeepLast(1)), 0.0)
 
 
 class AtOnce:
@@ -70,15 +77,16 @@ class InTurns(CommitLoop):
 class Rank:
     """One rank's keeper, and what its trainer was told."""
 
-    def __init__(self, world: World, name: str, config: KeeperConfig, is_watched: bool) -> None:
+    def __init__(self, world: World, name: str, config: KeeperConfig, is_watched: bool, has_tier: bool) -> None:
         self.process = Process(world, name, is_watched)
-        self.ended: dict[int, messages.Committed | messages.Failed] = {}
+        self.tier_process = Process(world, name, is_watched, is_tier=True)
         self.done: dict[int, messages.Done] = {}
         self.claims: dict[int, int] = {}
         self.writers: dict[int, Any] = {}
         self.hear: Callable[[messages.FromKeeper], None] = lambda _message: None
+        self.carried: Callable[[SaveId], None] = lambda _save: None
         ours, theirs = socket.socketpair()
-        self.keeper = Keeper(config, self.process, theirs.detach(), ours.fileno())
+        self.keeper = Keeper(config, self.process.store, theirs.detach(), ours.fileno())
         self.keeper._trainer._channel.close()
         ours.close()
         at_once: Any = AtOnce()
@@ -93,15 +101,40 @@ class Rank:
             keeper._settle, keeper._tell_waiting, upkeep.tidy, lambda: keeper._is_orphan, 1.0
         )
         self.process.epoch = lambda: keeper._epoch.number
+        self.movers: list[Mover] = []
+        if has_tier:
+            self._give_tier(config)
+
+    def _give_tier(self, config: KeeperConfig) -> None:
+        keeper, tier = self.keeper, Catalog(self.tier_process.store)
+        keeper._epoch._tiers = [tier]
+        promotion = keeper._promotion = Promotion(
+            [TIER], [tier], keeper._terms, config.rank, True, keeper._epoch, self._hear, lambda _text: None,
+            lambda _event: None,
+        )  # fmt: skip
+        keeper._upkeep._pruner._kept = promotion.kept
+        self.movers = promotion._movers
+        for mover in self.movers:
+            vars(mover)["start"] = lambda: None  # no thread: one turn when it is asked
+
+    @property
+    def is_idle(self) -> bool:
+        return self.commits.is_idle and not any(mover.kept and not mover._is_over for mover in self.movers)
+
+    def turn(self) -> None:
+        self.commits.turn()
+        for mover in self.movers:
+            if not mover._is_over:
+                mover.attempt()
 
     def _hear(self, message: messages.FromKeeper) -> None:
         self.process.check_alive()
-        if isinstance(message, messages.Committed | messages.Failed):
-            self.ended[message.save] = message
-        elif isinstance(message, messages.Done):
+        if isinstance(message, messages.Done):
             self.done[message.request] = message
         elif isinstance(message, messages.Claimed):
             self.claims[message.sequence] = message.epoch
+        elif isinstance(message, messages.TierNews) and message.committed is not None:
+            self.carried(message.committed)
         self.hear(message)
 
 
@@ -119,7 +152,9 @@ class Run:
         is_watched: bool = False,
         claims_late: bool = False,
         members_first: bool = False,
+        has_tier: bool = False,
     ) -> None:
+        self._has_tier = has_tier
         self.world, self.truth, self.name, self.world_size = world, truth, name, world_size
         self._keep, self._is_watched, self._claims_late = keep, is_watched, claims_late
         self._members_first = members_first
@@ -131,9 +166,12 @@ class Run:
         self._unclaimed: StorageError | None = None
         self._failures: dict[tuple[int, int], int] = {}
         """By rank and step."""
+        self._good: set[tuple[int, int]] = set()
+        """By rank and number: the saves that are committed, as far as the trainer was told."""
         self._step: int | None = None
         self._catalog_process = Process(world, f"{name}.trainer", is_watched)
-        self.catalog = Catalog(self._catalog_process)
+        self._tier_process = Process(world, f"{name}.trainer", is_watched, is_tier=True)
+        self.catalog = Catalog(self._catalog_process.store)
         self.ranks: list[Rank | None] = [None] * world_size
         for rank in range(world_size):
             self._start(rank)
@@ -147,12 +185,15 @@ class Run:
         config = KeeperConfig(
             "memory:", self.name, rank, self.world_size, keep=encode_policy(self._keep), deadline_s=DEADLINE_S
         )
-        started = Rank(self.world, f"{self.name}.{rank}", config, self._is_watched)
+        started = Rank(self.world, f"{self.name}.{rank}", config, self._is_watched, self._has_tier)
+        started.carried = self.truth.carried
         self.ranks[rank] = started
         started.claims = self._claims
-        kin = [self._catalog_process, *(each.process for each in self.ranks if each is not None)]
-        for process in kin:
-            process.kin = kin
+        living = [each for each in self.ranks if each is not None]
+        own = [[self._catalog_process, self._tier_process], *([each.process, each.tier_process] for each in living)]
+        for processes in own:
+            for process in processes:
+                process.own, process.kin = processes, [each for processes in own for each in processes]
         with self._surviving(rank):
             started.keeper._take_root()
             for message in (self._told_again(rank), self._resumed):
@@ -231,11 +272,34 @@ class Run:
         self._failures, self._step = {}, 0 if chosen is None else chosen.step
         first = self.ranks[0]
         epoch = None if first is None else first.keeper._epoch.number
-        if epoch is not None and self._unclaimed is None:  # else the choice binds nobody
+        is_left = self._catalog_process.is_left_behind
+        if epoch is not None and self._unclaimed is None and not is_left:  # else the choice binds nobody
             self.truth.chose(epoch, chosen, is_asked_for)
 
     def _choose(self, step: int | None) -> SaveId | None:
-        return choose(self.catalog, self.truth, step)
+        if not self._has_tier:
+            return choose(self.catalog, self.truth, step)
+        sources = Sources(self.catalog, [Catalog(self._tier_process.store)], self.world_size)
+        passed_over: list[SaveId] = []
+        while True:
+            chosen = next(sources.seen(step, passed_over), None)
+            if chosen is None:
+                if sources.trouble:
+                    raise StorageError(sources.trouble)
+                return None
+            sources.hold(chosen, self._claim_in)
+            try:
+                read_whole(sources.nearest(chosen), self.truth, chosen)
+                return chosen
+            except (NotFoundError, IntegrityError):
+                passed_over.append(chosen)
+
+    def _claim_in(self, tier: Catalog) -> None:
+        assert self._entered is not None
+        number = self._claims.get(self._entered.sequence)
+        with contextlib.suppress(StorageError):
+            key = names.claim(number or 0)
+            tier.store.put_new(key, read_all(self.catalog.store, key, limits.MAX_NOTE_BYTES))
 
     # --- saves -----------------------------------------------------------------------------
 
@@ -272,11 +336,11 @@ class Run:
         for _ in range(_TURNS):
             for rank, each in self._living():
                 with self._surviving(rank):
-                    each.commits.turn()
-            if all(each.commits.is_idle for _, each in self._living()):
+                    each.turn()
+            if all(each.is_idle for _, each in self._living()):
                 break
             self.world.clock.sleep(_TURN_S)
-        good = {rank for rank, each in self._living() if isinstance(each.ended.get(number), messages.Committed)}
+        good = {rank for rank, save in self._good if save == number}  # also one whose keeper has died since
         for rank in ranks - good:
             self._failures[rank, step] = 1 + self._failures.get((rank, step), 0)
         return ranks - good
@@ -292,7 +356,7 @@ class Run:
         os.write(fd, header + text)
         begin = messages.Begin(number, step, attempt, 0.0, len(header), len(text), len(data), "", ())
         keeper = each.keeper
-        each.hear = lambda message: self._told(each, message)
+        each.hear = lambda message: self._told(rank, each, message)
         keeper._take(begin, fd)
         each.writers[number] = keeper._saves[number]
         assert keeper._arena is not None
@@ -300,20 +364,22 @@ class Run:
         keeper._take(messages.Chunk(number, 0, 0, len(data)), None)
         keeper._take(messages.Staged(number, 0.0), None)
 
-    def _told(self, rank: Rank, message: messages.FromKeeper) -> None:
+    def _told(self, rank: int, each: Rank, message: messages.FromKeeper) -> None:
+        if each.process.is_left_behind:
+            return
         if isinstance(message, messages.Committed):
-            save = rank.writers[message.save].id
-            self.truth.reported(save)
+            self._good.add((rank, message.save))
+            self.truth.reported(each.writers[message.save].id)
         elif isinstance(message, messages.Failed):
-            writer = rank.writers[message.save]
-            if writer.id is not None and not writer.is_promised and rank is self.ranks[0]:
+            writer = each.writers[message.save]
+            if writer.id is not None and not writer.is_promised and each is self.ranks[0]:
                 self.truth.failed(writer.id)
 
     def close(self) -> None:
         """The trainer ends; its keepers finish."""
         for rank, each in self._living():
             with self._surviving(rank):
-                each.commits.turn()
+                each.turn()
 
     def prune(self) -> None:
         """By hand, or once more: what the policy lets go.  Raises :class:`StillframeError`."""

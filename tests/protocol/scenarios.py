@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -20,6 +21,7 @@ class Script:
     """A run of so many ranks, with this policy, and what it does, one thing after the other.
 
     ``acts``: ``restore`` (the newest), ``restore back`` (the one before it), ``rewind back``, ``save``, ``prune``.
+    ``is_replaced``: its node is another one, with an empty root.
     """
 
     name: str
@@ -27,13 +29,19 @@ class Script:
     world_size: int = 1
     keep: Keep | None = None
     members_first: bool = False
+    has_tier: bool = False
+    is_replaced: bool = False
 
     def live(self, world: World, truth: Truth, is_watched: bool = False, claims_late: bool = False) -> None:
         """One that fails at something goes on with the next, unless it could not restore; one that is killed ends."""
+        if self.is_replaced:
+            world.lose_root()
+            truth.lost()
         with contextlib.suppress(Killed, StillframeError):
             run = Run(
                 world, truth, self.name, self.world_size, self.keep,
                 is_watched=is_watched, claims_late=claims_late, members_first=self.members_first,
+                has_tier=self.has_tier,
             )  # fmt: skip
             for act in self.acts.split(", "):
                 _act(run, act)
@@ -63,6 +71,11 @@ class Scene:
     after: tuple[Script, ...]
     before: tuple[Script, ...] = ()
     lands_late: bool = False
+    has_objects: bool = False
+
+    @property
+    def is_long(self) -> bool:
+        return self.watched.has_tier or self.has_objects
 
 
 def play(
@@ -72,13 +85,16 @@ def play(
 
     Raises :class:`~tests.protocol.truth.Broken`.
     """
-    world = World({}, scene.lands_late)
+    world = World({}, scene.lands_late, scene.has_objects)
     truth = Truth(world)
     judge.watch(world, truth)
 
+    lives = itertools.count(1)
+
     def others() -> None:
-        for script in scene.after:
-            script.live(world, truth, claims_late=claims_late)
+        for script in scene.after:  # no two starts of a run have the same name
+            named = replace(script, name=f"{script.name}{next(lives)}")
+            named.live(world, truth, claims_late=claims_late)
 
     world.plan = {
         number: replace(event, pause=others) if event.pause is PAUSE else event for number, event in plan.items()
@@ -87,11 +103,11 @@ def play(
         for script in scene.before:
             script.live(world, truth)
         scene.watched.live(world, truth, is_watched=True, claims_late=claims_late)
-        world.backend.land()
+        world.land()
         judge.judge(world, truth)
         if is_after:
             others()
-            world.backend.land()
+            world.land()
             judge.judge(world, truth)
     return world
 
@@ -214,4 +230,17 @@ SCENES: dict[str, Scene] = {
     "prunes by hand": Scene(replace(_BY_HAND, name="a"), (_BACK, _NEXT), (_FIRST,)),
     "leftovers": Scene(_A, (_NEXT, replace(_NEXT, name="c")), (_FIRST, replace(_FIRST, name="y"))),
 }
+_TIER = replace(_A, has_tier=True)
+_TIER2 = replace(_A2, has_tier=True)
+_NEXT_TIER = replace(_NEXT, has_tier=True)
+_LOST = replace(_NEXT_TIER, is_replaced=True)
+SCENES |= {
+    "a tier": Scene(_TIER, (_NEXT_TIER,)),
+    "a tier, two ranks": Scene(_TIER2, (replace(_TWO, has_tier=True),)),
+    "a tier, the root lost": Scene(_TIER, (_LOST, _NEXT_TIER)),
+    "a tier, the root lost, two ranks": Scene(_TIER2, (replace(_TWO, has_tier=True, is_replaced=True), _LOST)),
+    "a tier, rewound": Scene(replace(_TIER, acts="restore, save, save, rewind back, save"), (_NEXT_TIER,)),
+}
+_OBJECTS = ["one rank", "two ranks", "rewound", "pruned by hand", "leftovers", "a tier", "a tier, the root lost"]
 SCENES |= {f"{name}, landing late": replace(scene, lands_late=True) for name, scene in SCENES.items()}
+SCENES |= {f"objects, {name}": replace(SCENES[f"{name}, landing late"], has_objects=True) for name in _OBJECTS}

@@ -8,11 +8,14 @@ from typing import Any
 import pytest
 
 from stillframe.checkpoint import removal
-from stillframe.checkpoint.catalog import Catalog
+from stillframe.checkpoint.catalog import Catalog, Checkpoint
+from stillframe.checkpoint.promote import Pace, carry_part
 from stillframe.errors import StorageError
 from stillframe.format import names
-from stillframe.keeper import retention
+from stillframe.keeper import mover, retention
 from stillframe.keeper.epochs import CurrentEpoch
+from stillframe.keeper.follower import Follower
+from stillframe.keeper.mover import Mover
 from stillframe.keeper.segment import SegmentWriter
 from stillframe.model import SaveId
 from tests.protocol.scenarios import SCENES, new_judge, play
@@ -26,7 +29,7 @@ def is_found(*scenes: str, claims_late: bool = False) -> bool:
     try:
         for name in scenes:
             judge = new_judge()
-            for plan in plans(SCENES[name], is_brief=True):
+            for plan in plans(SCENES[name], 3 if SCENES[name].is_long else 1, is_brief=True):
                 play(SCENES[name], plan, judge, claims_late=claims_late)
     except Broken:
         return True
@@ -96,6 +99,22 @@ def any_parent(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("stillframe.lineage.Branch.has", lambda _self, _save: True)
 
 
+def no_look_in_the_tier(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Mover, "_check_newest", lambda *_arguments: None)
+
+
+def members_believe_the_tier(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Follower, "_found", Follower._done)
+
+
+def seals_first_in_the_tier(patch: pytest.MonkeyPatch) -> None:
+    def early(checkpoint: Checkpoint, target: Catalog, rank: int, *_arguments: Any) -> int:
+        target.store.put(names.key(checkpoint.save, names.seal(rank)), checkpoint.seal_bytes(rank))
+        return carry_part(checkpoint, target, rank, Pace())
+
+    patch.setattr(mover, "carry_part", early)
+
+
 @pytest.mark.parametrize(
     ("break_it", "scenes"),
     [
@@ -108,6 +127,9 @@ def any_parent(patch: pytest.MonkeyPatch) -> None:
         (taken_back_in_doubt, ["one rank"]),
         (leftovers_forgotten, ["one rank, nothing restored"]),
         (any_parent, ["rewound"]),
+        (no_look_in_the_tier, ["a tier, the root lost"]),
+        (members_believe_the_tier, ["a tier, the root lost, two ranks"]),
+        (seals_first_in_the_tier, ["a tier"]),
     ],
 )
 def test_what_is_broken_is_found(break_it: Patch, scenes: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

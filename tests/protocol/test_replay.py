@@ -40,7 +40,7 @@ def replay(scene: Scene, every: int, first: int, judge: Judge) -> int:
 def test_every_state_keeps_the_promises() -> None:
     judge, began, lives = new_judge(), time.monotonic(), 0
     for name, scene in SCENES.items():
-        lives += replay(scene, 97, zlib.crc32(name.encode()) % 31, judge)
+        lives += replay(scene, 797 if scene.is_long else 197, zlib.crc32(name.encode()) % 31, judge)
     took = f"{time.monotonic() - began:.1f} s"
     sys.stdout.write(f"{lives} lives, {judge.count} different states, {judge.checks} looks, {took}\n")
     assert judge.count >= 2_000

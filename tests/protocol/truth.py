@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from stillframe.checkpoint import epochs
@@ -12,6 +12,7 @@ from stillframe.format import names
 from stillframe.format.epochs import Parent, decode_claim, decode_parent
 from stillframe.model import SaveId
 from stillframe.store.memory import MemoryBackend, MemoryStore
+from tests.protocol.objects import MemoryObjects
 from tests.protocol.world import Op, Process, World
 
 Blobs = Mapping[str, bytes]
@@ -55,14 +56,27 @@ class Truth:
         self.removers: dict[SaveId, int] = {}
         """The newest epoch that has put a tombstone beside a save."""
         self.reports: list[SaveId] = []
+        self.carried_floor: Floor | None = None
+        """What a restore from the tier alone must give, or go on from."""
+        self._told: set[SaveId] = set()
+        self.is_lost = False
+        """The root was: what it must give is not all in it."""
 
     @property
     def version(self) -> tuple[object, ...]:
-        return self.floor, self.maybe, tuple(self.choices.items()), len(self.failures), tuple(self.removers.items())
+        return (
+            self.floor,
+            self.carried_floor,
+            self.maybe,
+            self.is_lost,
+            tuple(self.choices.items()),
+            len(self.failures),
+            tuple(self.removers.items()),
+        )
 
     def run_of(self, catalog: Catalog, save: SaveId) -> str | None:
         store = catalog.store
-        assert isinstance(store, MemoryStore)
+        assert isinstance(store, MemoryStore | MemoryObjects)
         claim = store.backend.blobs.get(names.claim(save.epoch))
         return None if claim is None else decode_claim(claim, file="").run
 
@@ -71,10 +85,10 @@ class Truth:
     def chose(self, epoch: int, chosen: SaveId | None, is_asked_for: bool) -> None:
         """After the epoch was claimed.  ``is_asked_for``: it is not the newest, but the one that was wanted."""
         self.choices[epoch] = chosen
-        catalog = Catalog(MemoryStore(self.world.backend))
+        catalog = Catalog(self.world.reader(self.world.backend))
         self._seen[epoch] = {save for save in catalog.look().saves if catalog.is_committed(save)}
         if is_asked_for and chosen is not None:
-            self.maybe = Floor(chosen)
+            self.maybe, self.carried_floor = Floor(chosen), None
         elif self.floor is not None and max(self.floor.save.epoch, self.floor.epoch) < epoch:
             allowed = [self.floor, *([self.maybe] if self.maybe else [])]
             is_kept = any(self.is_after(chosen, floor) for floor in allowed)
@@ -97,10 +111,22 @@ class Truth:
         self.failures.add(save)
 
     def rewound(self, save: SaveId, epoch: int) -> None:
-        self.floor, self.maybe = Floor(save, epoch), None
+        self.floor, self.maybe, self.carried_floor = Floor(save, epoch), None, None
+
+    def carried(self, save: SaveId) -> None:
+        """As committed in the tier."""
+        is_news, self._told = save not in self._told, self._told | {save}
+        if is_news and (self.carried_floor is None or not self.is_after(self.carried_floor.save, Floor(save))):
+            self.carried_floor = Floor(save)
+
+    def lost(self) -> None:
+        """The root, with what only it had."""
+        self.floor, self.maybe, self.is_lost = self.carried_floor, None, True
 
     def noted(self, process: Process, op: Op) -> None:
         """A change of the store."""
+        if process.is_tier or process.is_left_behind:
+            return
         if op.key.endswith("/parent.json") and (number := process.epoch()) is not None:
             parent = parent_of(self.world.backend.blobs, number)
             if parent is not None and number not in self.choices:
@@ -158,10 +184,10 @@ class Judge:
 
     def judge(self, world: World, truth: Truth) -> None:
         """Raises :class:`Broken`."""
-        backend = world.backend
-        self._look(dict(backend.blobs), backend, truth)
-        if backend._late:
-            self._look(self._landed(backend, backend.blobs), backend, truth)
+        for backend in (world.backend, world.tier):
+            self._look(dict(backend.blobs), backend, truth)
+            if backend._late:
+                self._look(self._landed(backend, backend.blobs), backend, truth)
 
     @staticmethod
     def _landed(backend: MemoryBackend, blobs: Blobs) -> dict[str, bytes]:
@@ -179,7 +205,8 @@ class Judge:
 
     def _look(self, blobs: dict[str, bytes], backend: MemoryBackend, truth: Truth) -> None:
         state = hash(frozenset(blobs.items()))
-        key = (state, truth.version, len(backend._late))
+        is_tier = backend is truth.world.tier
+        key = (state, truth.version, len(backend._late), is_tier)
         if key in self._seen:
             return
         self._seen.add(key)
@@ -187,29 +214,30 @@ class Judge:
         self.checks += 1
         copy = MemoryBackend(backend.lands_late)
         copy.blobs = blobs
-        self._check_stored(Catalog(MemoryStore(copy)), blobs, truth)
-        self._restore(copy, truth, "judge")
+        self._check_stored(Catalog(truth.world.reader(copy)), blobs, truth, is_tier)
+        floors = [truth.carried_floor] if is_tier else [None if truth.is_lost else truth.floor, truth.maybe]
+        self._restore(copy, truth, "judge", floors)
         if backend._late:  # it lands after that run has chosen
             copy.blobs = self._landed(backend, copy.blobs)
-            self._restore(copy, truth, "second judge")
+            self._restore(copy, truth, "second judge", floors)
 
-    def _restore(self, backend: MemoryBackend, truth: Truth, run: str) -> None:
+    def _restore(self, backend: MemoryBackend, truth: Truth, run: str, floors: Sequence[Floor | None]) -> None:
         """A run that is started now sees all that was reported."""
-        catalog = Catalog(MemoryStore(backend))
+        catalog = Catalog(truth.world.reader(backend))
         try:
             epochs.claim(catalog, run, 1)
             chosen = self._choose(catalog, truth)
         except StillframeError as error:
             raise Broken(f"a run that is started now cannot restore: {error!r}") from error
-        allowed = [floor for floor in (truth.floor, truth.maybe) if floor is not None]
-        is_kept = truth.floor is None or any(truth.is_after(chosen, floor, backend.blobs) for floor in allowed)
-        check(is_kept, f"a run that is started now restores {chosen}; reported was {truth.floor}")
+        allowed = [floor for floor in floors if floor is not None]
+        is_kept = floors[0] is None or any(truth.is_after(chosen, floor, backend.blobs) for floor in allowed)
+        check(is_kept, f"a run that is started now restores {chosen}; reported was {floors[0]}")
 
-    def _check_stored(self, catalog: Catalog, blobs: Blobs, truth: Truth) -> None:
+    def _check_stored(self, catalog: Catalog, blobs: Blobs, truth: Truth, is_tier: bool) -> None:
         view = catalog.look()
         published = [save for save in view.saves if catalog.is_committed(save)]
         for save in published:
-            check(save not in truth.failures, f"{save} is a checkpoint, and was reported as failed")
+            check(is_tier or save not in truth.failures, f"{save} is a checkpoint, and was reported as failed")
             try:
                 self._read(catalog, truth, save)
             except StillframeError as error:
@@ -217,7 +245,7 @@ class Judge:
         for step, saves in view.on_branch.items():
             found = {save.epoch for save in saves if save in published}
             check(len(found) < 2, f"step {step} is twice on the branch: {saves}")
-        for epoch, chosen in truth.choices.items():
+        for epoch, chosen in {} if is_tier or truth.is_lost else truth.choices.items():
             parent = parent_of(blobs, epoch)
             if chosen is not None and parent is not None and parent.parent == chosen:
                 is_free = truth.removers.get(chosen, 0) >= epoch

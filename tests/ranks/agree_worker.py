@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -16,7 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import stillframe
 from stillframe import Checkpointer, StillframeError, version
+from stillframe.save.device import HostDevice
 from tests.ranks import saying
+from tests.support import until
 
 RANK = int(os.environ["RANK"])
 WORLD = int(os.environ["WORLD_SIZE"])
@@ -114,6 +118,27 @@ def mismatch_on_one(root: str) -> None:
         say("touched" if live["x"].any() else "untouched")
 
 
+class Refusing:
+    """A part of the state that rank 1 cannot take."""
+
+    def state_dict(self) -> dict[str, int]:
+        return {"n": 1}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        if RANK == 1:
+            raise RuntimeError(f"cannot take {state}")
+
+
+def refused_by_an_object(root: str) -> None:
+    """All ranks are told that the state was read, but not taken, and the next restore is as any other."""
+    with Checkpointer(root, deadline_s=20) as checkpointer:
+        checkpointer.save(1, {"x": torch.ones(4), "loader": Refusing()}).wait()
+        live: dict[str, Any] = {"x": torch.zeros(4), "loader": Refusing()}
+        told(lambda: checkpointer.restore(live))
+        live["x"] = torch.zeros(4)
+        say("again", checkpointer.restore(live, exclude="loader").step, live["x"].tolist())
+
+
 def failure_on_one(root: str) -> None:
     """A rank that cannot stage fails the step for all, at once."""
     with Checkpointer(root, deadline_s=60, on_error="warn") as checkpointer:
@@ -125,6 +150,19 @@ def failure_on_one(root: str) -> None:
 
 def _no_memory(nbytes: int) -> Any:
     raise MemoryError("there is no memory for an arena")
+
+
+def uncaptured_on_one(root: str) -> None:
+    """One rank has no memory for what ``save`` copies at once: nothing is raised, and the others need not wait."""
+    with Checkpointer(root, deadline_s=60, on_error="warn") as checkpointer:
+        state = {"norm": torch.nn.BatchNorm1d(4)}
+        with contextlib.ExitStack() as failing:
+            if RANK == 1:
+                error = torch.OutOfMemoryError("on purpose")
+                failing.enter_context(mock.patch.object(HostDevice, "gather", side_effect=error))
+            save = checkpointer.save(1, state)
+        told(save.wait)
+        told(checkpointer.save(2, state).wait)
 
 
 def refused_on_one(root: str) -> None:
@@ -144,7 +182,7 @@ def same_name(root: str) -> None:
     with Checkpointer(root, deadline_s=20) as checkpointer:
         checkpointer.save(1, {"w": tensor}).wait()
         live = {"w": torch.full((4, 4), 9.0)}
-        say("restored", checkpointer.restore(live), live["w"].unique().tolist())
+        say("restored", checkpointer.restore(live).step, live["w"].unique().tolist())
 
 
 # --- no collective -----------------------------------------------------------------------------
@@ -201,7 +239,10 @@ def unshared(root: str) -> None:
             state["w"].to_local().fill_(step)
             checkpointer.save(step, state).wait()
             dist.barrier()
-        say("kept", stillframe.Catalog(Path(root) / f"node{RANK}" / "run", RANK).steps())
+        own = stillframe.Catalog(Path(root) / f"node{RANK}" / "run", RANK)
+        with contextlib.suppress(AssertionError):  # what is there is said
+            until(lambda: len(own.steps()) < 4, "retention, which comes after the commit", 20)
+        say("kept", own.steps())
         if RANK == 1:
             state["w"].to_local().fill_(5)
             alone = checkpointer.save(5, state)
@@ -211,11 +252,11 @@ def unshared(root: str) -> None:
     state["w"].to_local().fill_(0)
     state["own"]["rank"] = -1
     with Checkpointer(template, deadline_s=20, keep=stillframe.KeepLast(2)) as checkpointer:
-        step_found = checkpointer.restore(state)
+        step_found = checkpointer.restore(state).step
         say("restored", step_found, state["w"].to_local().unique().tolist(), state["own"])
         state["w"].to_local().fill_(7)
         told(checkpointer.save(5, state).wait)
-        say("again", checkpointer.restore(state), state["w"].to_local().unique().tolist())
+        say("again", checkpointer.restore(state).step, state["w"].to_local().unique().tolist())
 
 
 def lost_node(root: str) -> None:
@@ -239,7 +280,7 @@ def unshared_by_flag(root: str) -> None:
             state["w"].to_local().fill_(step + 10 * RANK)
             checkpointer.save(step, state).wait()
             dist.barrier()
-        say("restored", checkpointer.restore(state), state["w"].to_local().unique().tolist(), state["own"])
+        say("restored", checkpointer.restore(state).step, state["w"].to_local().unique().tolist(), state["own"])
 
 
 # --- environment only --------------------------------------------------------------------------
@@ -252,7 +293,7 @@ def only_environment(root: str) -> None:
         checkpointer.save(1, state).wait()
         state["x"].zero_()
         state["rank"]["number"] = -1
-        say("restored", checkpointer.restore(state), state["x"].unique().tolist(), state["rank"])
+        say("restored", checkpointer.restore(state).step, state["x"].unique().tolist(), state["rank"])
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 import stillframe
+from stillframe import spi
 from tests.ranks.saying import say
 
 
@@ -22,7 +23,7 @@ def main() -> None:
         for mine in range(2):
             loaded = stillframe.load(root, rank=mine)
             say(f"loaded {loaded['rank']} {loaded['w'].tolist()}")
-        with stillframe.BoxReader(root, rank=1) as reader:
+        with spi.BoxReader(root, rank=1) as reader:
             say(f"box reader {reader.step} {reader.outline['rank']}")
         say(f"steps {stillframe.Catalog(root).steps()}")
     dist.destroy_process_group()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,11 +22,11 @@ if __name__ == "__main__":
     code = BLOCK.replace("/shared/gpt", root)
     starts = []
     for step in (1, 2):
-        scope = {
+        scope: dict[str, Any] = {
             "torch": torch, "stillframe": stillframe, "fully_shard": fully_shard, "step": step,
             "model": torch.nn.Linear(8, 8), "loader_state": {"position": step},
         }  # fmt: skip
         exec(code, scope)
-        starts.append(scope["start"])
+        starts.append(scope["report"].step)
     assert starts == [None, 1], starts
     dist.destroy_process_group()

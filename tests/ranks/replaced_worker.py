@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from stillframe import Catalog, Checkpointer, StillframeError
+from stillframe import Catalog, Checkpointer, StillframeError, spi
 from stillframe.model import SaveId
 from tests.ranks.saying import say
 
@@ -25,7 +25,7 @@ def main(root: str) -> None:
         checkpointer.save(1, state).wait()
         dist.barrier()
         for step in (2, 3, 4):
-            keeper = checkpointer.keeper_pid
+            keeper = spi.keeper_pid(checkpointer)
             save = checkpointer.save(step, state)
             if RANK == 0 and keeper is not None:
                 manifest = Path(root) / f"step-{step:012d}-e0001-1" / "manifest.json"

@@ -16,8 +16,9 @@ WORKER = "agree_worker.py"
 
 SCENARIOS = (
     "other_root", "other_version", "too_large_a_world", "other_steps", "other_shape", "missing_tensor",
-    "other_step_to_restore", "mismatch_on_one", "failure_on_one", "refused_on_one", "same_name", "no_collective",
-    "unshared", "unshared_by_flag", "lost_node",
+    "other_step_to_restore", "mismatch_on_one", "refused_by_an_object", "failure_on_one", "refused_on_one",
+    "uncaptured_on_one",
+    "same_name", "no_collective", "unshared", "unshared_by_flag", "lost_node",
 )  # fmt: skip
 
 Said = dict[tuple[int, str], list[str]]
@@ -108,6 +109,17 @@ def test_a_state_that_fits_on_one_rank_only_is_touched_on_none(said: Said) -> No
     assert said[0, "mismatch_on_one"][1] == said[1, "mismatch_on_one"][1] == "untouched"
 
 
+def test_an_object_that_refuses_its_state_on_one_rank_is_an_error_on_all(said: Said) -> None:
+    for rank in (0, 1):
+        error, again = said[rank, "refused_by_an_object"]
+        assert re.search(
+            r"StateError.*on rank 1: loader: load_state_dict of Refusing raised RuntimeError: cannot take \{'n': 1\}.*"
+            r"the state is partly overwritten",
+            error,
+        )
+        assert again == "again 1 [1.0, 1.0, 1.0, 1.0]"
+
+
 def test_a_rank_that_cannot_save_fails_the_step_for_all_at_once(said: Said, root: Path) -> None:
     assert re.search(
         "step 1 is not committed: rank 1 could not save it: .*no memory for an arena", said[0, "failure_on_one"][0]
@@ -124,6 +136,15 @@ def test_a_state_that_one_rank_refuses_is_no_wait_for_the_others(said: Said, roo
         assert seconds(refused) < 30
         assert saved == "ok None"
     assert Catalog(root / "refused_on_one").steps() == [2]
+
+
+def test_what_one_rank_cannot_capture_is_no_wait_for_the_others(said: Said, root: Path) -> None:
+    for rank in (0, 1):
+        failed, saved = said[rank, "uncaptured_on_one"]
+        assert "capturing step 1 failed: OutOfMemoryError: on purpose" in failed
+        assert seconds(failed) < 30
+        assert saved == "ok None"
+    assert Catalog(root / "uncaptured_on_one").steps() == [2]
 
 
 def test_one_name_for_tensors_of_different_ranks(said: Said, root: Path) -> None:

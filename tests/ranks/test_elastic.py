@@ -17,7 +17,7 @@ STEPS = 12
 RUN_S = 100.0
 
 
-@pytest.mark.parametrize("kind", ["fsdp", "ddp", "alone"])
+@pytest.mark.parametrize("kind", ["fsdp", pytest.param("ddp", marks=pytest.mark.torture), "alone"])
 def test_a_run_whose_ranks_are_killed_goes_on_and_ends_bit_equal_to_one_left_alone(tmp_path: Path, kind: str) -> None:
     """Rank 1 dies right after a save, and later rank 0: parameters, optimizer, random state, data position agree.
 

@@ -43,6 +43,17 @@ def test_a_save_that_one_rank_refused_is_saved_again_by_both(said: Said, rank: i
     assert said[rank, "next"] == "ok 1"
 
 
+@pytest.mark.parametrize("how", ["disk", "memory", "interrupt", "too large"])
+def test_whatever_save_raises_on_one_rank_the_other_learns_of_it_at_once(said: Said, how: str) -> None:
+    assert said[0, "loader"] == said[1, "loader"] == "ok 1"
+    errors = {"disk": "OSError", "memory": "OutOfMemoryError", "interrupt": "KeyboardInterrupt"}
+    assert said[1, how].startswith(errors.get(how, "UnsupportedStateError")), said[1, how]
+    assert "rank 1 could not save it" in said[0, how]
+    took_s = [float(re.findall(r"([\d.]+)s", said[rank, how])[0]) for rank in (0, 1)]
+    assert took_s[0] - took_s[1] < 3, "a second, where cores are free; the deadline is another 4"
+    assert said[0, "after all"] == said[1, "after all"] == "ok 1"
+
+
 def test_ranks_that_count_attempts_differently_cannot_tear(said: Said) -> None:
     assert "rank 1 could not save it" in said[0, "other attempts"]
     assert "DeadlineError" in said[1, "other attempts"], "it waits for an attempt that rank 0 does not make"
@@ -62,7 +73,7 @@ def test_all_ranks_go_back_together(said: Said, rank: int, root: Path) -> None:
         assert not catalog.lacks(catalog.manifest(save)), save
     assert SaveId(4, 1, 2) in committed
     assert SaveId(5, 1, 1) in committed
-    assert not {save.step for save in committed} & {2, 6}
+    assert not {save.step for save in committed} & {2, 6, 9, 10, 11, 12}
 
 
 def test_a_keeper_that_dies_after_its_manifest_costs_no_rank_its_files(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from stillframe import Catalog, DeadlineError, KeeperError, StillframeError
 from tests import layout
 from tests.layout import leftovers
 from tests.ranks.trainee import Crew, Rank
-from tests.support import is_alive, kill, until
+from tests.support import is_alive, kill, pause, until
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -64,7 +64,7 @@ def pair(pairs: Pairs) -> Crew:
 
 
 def stop(pid: int) -> None:
-    os.kill(pid, signal.SIGSTOP)
+    pause(pid)
 
 
 def go_on(pid: int) -> None:
@@ -224,7 +224,7 @@ def test_a_keeper_of_a_dead_run_that_comes_late_mixes_nothing(pair: Crew, tmp_pa
             alone.save(4, state)
     check_whole(tmp_path, [1, 2, 3, 4])
     with stillframe.Checkpointer(tmp_path) as alone:
-        assert alone.restore(state) == 4
+        assert alone.restore(state).step == 4
         alone.save(5, state)
     check_whole(tmp_path, [1, 2, 3, 4, 5])
     assert len(layout.files_of(tmp_path, 2)) == 3  # manifest, segment and seal: what came late is swept

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from stillframe import BoxReader, Catalog, NotFoundError, load
+from stillframe import Catalog, NotFoundError, load
 from stillframe.checkpoint.survey import open_checkpoint
+from stillframe.spi import BoxReader
 from tests import layout
 from tests.ranks.launch import run_ranks
 

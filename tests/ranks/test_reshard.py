@@ -32,6 +32,8 @@ from tests.support import bytes_of, until
 pytestmark = pytest.mark.timeout(300)
 
 ANSWER_S = 60.0
+SPREADABLE = [dtype for dtype, name in DTYPE_NAMES.items() if name != "F4"]
+"""torch itself cannot distribute 4-bit numbers."""
 
 
 class World:
@@ -145,7 +147,7 @@ def drawn(draw: st.DrawFn, saving: list[Any], restoring: list[Any], can_be_plain
     shape = draw(shapes)
     return Drawn(
         shape,
-        draw(st.sampled_from(list(DTYPE_NAMES))),
+        draw(st.sampled_from(SPREADABLE)),
         draw(st.integers(0, 1000)),
         draw(layouts(shape, saving, can_be_plain)),
         draw(layouts(shape, restoring)),
@@ -353,3 +355,19 @@ def test_each_rank_gets_its_own_back_or_that_of_one_that_was_there(
 ) -> None:
     worlds[world]("save_own", tmp_path)
     assert worlds[to_world]("restore_own", tmp_path) == list(enumerate(whose))
+
+
+# --- what changes between save() and the update --------------------------------------------
+
+
+def test_loops_of_ddp_and_fsdp_change_nothing_before_the_update(worlds: Worlds, tmp_path: Path) -> None:
+    assert worlds[2]("save_sound_loops", tmp_path) == [list(range(1, 10))] * 2
+
+
+def test_what_is_changed_by_hand_on_ranks_fails_the_save(worlds: Worlds, tmp_path: Path) -> None:
+    """A DTensor counts its changes apart from its local tensor; and both ranks learn of it."""
+    for told in worlds[2]("save_changed_by_hand", tmp_path):
+        assert len(told) == 3, told
+        for error, name in zip(told, ("model/layers.0.weight", "model/layers.0.weight", "average/"), strict=True):
+            assert error.startswith("TornError"), error
+            assert f"'{name}" in error, error

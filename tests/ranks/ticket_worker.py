@@ -197,18 +197,80 @@ def alone(root: Path) -> None:
     expect(root / "run", {0: 1, 1: 2, 2: 9, 3: 2, 4: 3})
 
 
+def mine(root: Path, number: float, **more: Any) -> None:
+    """Saved by this rank alone, while the others do something else."""
+    began = time.monotonic()
+    dcp.save({"w": torch.full((4,), float(number)), "n": number}, storage_writer=Writer(root), no_dist=True, **more)
+    assert time.monotonic() - began < AT_ONCE_S
+
+
+def alone_after_failure(root: Path) -> None:
+    """A rank that saves alone waits for nobody, not for those either that have left a save of all ranks unfinished."""
+    for failing, saving in ((1, 0), (0, 1)):
+        place = root / f"{failing} fails"
+        refused(lambda: save(place / "run", 1, planner=Fails("finish_plan", (failing,))), "on purpose")  # noqa: B023
+        if dist.get_rank() == saving:
+            if saving == 0:  # on another thread than the one that DCP has left the save on
+                own = {"w": torch.full((4,), 6.0), "n": 6}
+                dcp.async_save(own, storage_writer=Writer(place / "run"), no_dist=True).result(AT_ONCE_S)
+            mine(place / "best", 5)
+        dist.barrier()
+        expect(place / "best", {0: 5})
+        save(place / "run", 2)
+        expect(place / "run", {6, 2} if saving == 0 else {2})
+
+
+def alone_beside(root: Path) -> None:
+    """A rank saves alone while a save of all ranks is under way, to another root and to the same."""
+    group, rank = dist.new_group(), dist.get_rank()
+    together = dcp.async_save(state(1), storage_writer=Writer(root / "run"), process_group=group, planner=Late(rank=1))
+    if rank == 0:
+        mine(root / "best", 5)
+        mine(root / "run", 6)
+    together.result(AT_ONCE_S)
+    expect(root / "best", {0: 5})
+    expect(root / "run", {1, 6})
+    for n in (7, 8):  # the same, lazily
+        writer, best = Writer(root / "run"), Writer(root / "lazy best")
+        saving = [dcp.async_save(state(n), storage_writer=writer, process_group=group, async_stager=Stager(writer))]
+        for own in (best, writer) if rank == 0 else ():
+            own_state = {"w": torch.full((4,), n + 0.5), "n": n + 0.5}
+            saving.append(dcp.async_save(own_state, storage_writer=own, no_dist=True, async_stager=Stager(own)))
+        for each in saving:
+            each.upload_completion.result(AT_ONCE_S)
+    expect(root / "lazy best", {7.5, 8.5})
+    expect(root / "run", {1, 6, 7, 7.5, 8, 8.5})
+    if rank == 1:
+        mine(root / "of rank 1", 1)
+        began = time.monotonic()
+        refused(lambda: mine(root / "run", 9), "only rank 0 can save alone")
+        assert time.monotonic() - began < AT_ONCE_S
+    save(root / "run", 9)
+    expect(root / "run", {1, 6, 7, 7.5, 8, 8.5, 9})
+
+
 def two_roots(root: Path) -> None:
-    """Saves to two roots at once: neither closes the other's."""
-    groups = [dist.new_group() for _ in range(2)]
+    """Saves to several roots at once, which the ranks begin in different order: none closes the other's."""
+    roots = [(root / name, dist.new_group()) for name in ("model", "ema", "more")]
     for n in range(3):
+        states = [state(n) for _ in roots]  # made by collectives
         saving = [
-            dcp.async_save(state(n), storage_writer=Writer(root / name), process_group=group, planner=Late(rank=n % 2))
-            for name, group in zip(("model", "ema"), groups, strict=True)
+            dcp.async_save(found, storage_writer=Writer(place), process_group=group, planner=Late(rank=n % 2))
+            for found, (place, group) in list(zip(states, roots, strict=True))[:: -1 if dist.get_rank() else 1]
         ]
         for each in saving:
             each.result(AT_ONCE_S)
-    for name in ("model", "ema"):
-        expect(root / name, {0: 0, 1: 1, 2: 2})
+    for n in range(3, 5):  # lazily, one order
+        lazy = []
+        for place, group in roots:
+            writer = Writer(place)
+            lazy.append(
+                dcp.async_save(state(n), storage_writer=writer, process_group=group, async_stager=Stager(writer))
+            )
+        for response in lazy:
+            response.upload_completion.result(AT_ONCE_S)
+    for place, _ in roots:
+        expect(place, {n: n for n in range(5)})
     refused(lambda: save(root / f"of rank {dist.get_rank()}", 1), "the ranks differ")
     save(root / "model", 4)
 

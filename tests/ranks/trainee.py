@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import stillframe
+from stillframe import spi
 from stillframe.model import Phase
 from tests.ranks.launch import Launch
 from tests.ranks.saying import say
@@ -105,17 +106,17 @@ class Trainee:
         self._state = make_state(kind, ballast)
         self._saves = {}
         self._checkpointer = stillframe.Checkpointer(root, **options)
-        return self._checkpointer.keeper_pid
+        return spi.keeper_pid(self._checkpointer)
 
     def restore(self) -> tuple[int | None, list[str]]:
         """The step, and the warnings."""
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            step = self.checkpointer.restore(self._state)
+            step = self.checkpointer.restore(self._state).step
         return step, [str(each.message) for each in caught if "damaged" in str(each.message)]
 
     def keeper(self) -> int | None:
-        return self.checkpointer.keeper_pid
+        return spi.keeper_pid(self.checkpointer)
 
     def advance(self) -> None:
         self.checkpointer.fence()
@@ -276,7 +277,7 @@ def train(root: Path, kind: str, steps: int, kills: list[str]) -> None:
     rank = int(os.environ["RANK"])
     state = make_state(kind, ballast=5_000_000)
     with stillframe.Checkpointer(root, keep=stillframe.KeepLast(2)) as checkpointer:
-        start = checkpointer.restore(state) or 0
+        start = checkpointer.restore(state).step or 0
         say(f"rank {rank} starts after {start}")
         for step in range(start + 1, steps + 1):
             checkpointer.fence()

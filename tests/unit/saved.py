@@ -83,20 +83,20 @@ def rank_files(rank: int) -> set[str]:
 
 def files(root: Path, save: SaveId) -> set[str]:
     """The names in its directory."""
-    path = Catalog(root).dir(save)
+    path = Path(Catalog(root).dir(save))
     return {each.name for each in path.iterdir()} if path.exists() else set()
 
 
 def write(root: Path, save: SaveId, *ranks: int) -> None:
     """Something in the place of these ranks' segments and seals."""
-    Catalog(root).dir(save).mkdir(exist_ok=True)
+    Path(Catalog(root).dir(save)).mkdir(exist_ok=True)
     for rank in ranks:
         for name in rank_files(rank):
-            (Catalog(root).dir(save) / name).write_bytes(b"x")
+            (Path(Catalog(root).dir(save)) / name).write_bytes(b"x")
 
 
 def commit(root: Path, save: SaveId, world_size: int = 1) -> None:
     """A manifest beside it."""
     entries = [RankEntry(rank, 1, "0" * 32) for rank in range(world_size)]
     manifest = Manifest(save, None, world_size, 0.0, {}, entries)
-    (Catalog(root).dir(save) / names.MANIFEST).write_bytes(encode_manifest(manifest))
+    (Path(Catalog(root).dir(save)) / names.MANIFEST).write_bytes(encode_manifest(manifest))

@@ -100,7 +100,7 @@ def test_a_run_goes_on_from_what_another_writer_wrote(tmp_path: Path, writer: Ca
     rewrite_save(tmp_path, SaveId(1), writer)
     rewrite_files(tmp_path, "run/e*/*.json", writer)
     with Checkpointer(tmp_path, keep=KeepLast(1)) as checkpointer:
-        assert checkpointer.restore({"w": torch.zeros(10), "n": 0, "body": {}}, strict=False) == 1
+        assert checkpointer.restore({"w": torch.zeros(10), "n": 0, "body": {}}, strict=False).step == 1
         checkpointer.save(2, STATE)
         checkpointer.wait()
     assert Catalog(tmp_path).steps() == [2]

@@ -20,6 +20,9 @@ def never() -> bool:
     return False
 
 
+FILLER, KEEPER = object(), object()
+
+
 @pytest.fixture
 def arena() -> Iterator[Arena]:
     made = Arena(3 * CHUNK_BYTES + 5)
@@ -28,7 +31,7 @@ def arena() -> Iterator[Arena]:
 
 
 def take(arena: Arena) -> int:
-    span = arena.take(never)
+    span = arena.take(never, FILLER)
     assert span is not None
     return span
 
@@ -55,32 +58,49 @@ def test_every_span_is_lent_once(arena: Arena) -> None:
 
 def test_a_span_given_back_is_lent_again_first(arena: Arena) -> None:
     first, _ = take(arena), take(arena)
-    arena.hand_over(first)
-    arena.give_back(first)
+    arena.hand_over(first, FILLER, KEEPER)
+    arena.give_back(first, KEEPER)
     assert take(arena) == first
 
 
 def test_a_span_that_is_not_lent_is_not_freed_twice(arena: Arena) -> None:
     span = take(arena)
-    arena.give_back(span)
-    arena.give_back(span)
+    arena.give_back(span, FILLER)
+    arena.give_back(span, FILLER)
     assert arena.free_spans == 3
     assert sorted(take(arena) for _ in range(3)) == [0, 1, 2]
 
 
 def test_the_dead_keepers_spans_are_free_but_not_those_being_filled(arena: Arena) -> None:
     filling, handed = take(arena), take(arena)
-    arena.hand_over(handed)
-    arena.give_back_all()
+    arena.hand_over(handed, FILLER, KEEPER)
+    arena.give_back_all(KEEPER)
     assert sorted([take(arena), take(arena)]) == sorted({0, 1, 2} - {filling})
     assert arena.free_spans == 0
 
 
 def test_a_span_handed_over_after_the_keepers_death_can_be_given_back(arena: Arena) -> None:
     span = take(arena)
-    arena.give_back_all()
-    arena.hand_over(span)
-    arena.give_back(span)
+    arena.give_back_all(KEEPER)
+    arena.hand_over(span, FILLER, KEEPER)
+    arena.give_back(span, KEEPER)
+    assert arena.free_spans == 3
+
+
+def test_who_had_a_span_before_cannot_touch_it(arena: Arena) -> None:
+    """Its keeper gives it back, another save takes it; then the first save, or a dead keeper, comes late."""
+    span = take(arena)
+    arena.hand_over(span, FILLER, KEEPER)
+    arena.give_back(span, KEEPER)
+    other = object()
+    assert arena.take(never, other) == span
+    arena.hand_over(span, FILLER, KEEPER)
+    for late in (FILLER, KEEPER):
+        arena.give_back(span, late)
+        arena.retire([span], late)
+        arena.give_back_all(late)
+    assert arena.free_spans == 2
+    arena.give_back(span, other)
     assert arena.free_spans == 3
 
 
@@ -96,7 +116,7 @@ class Taker(threading.Thread):
         until(lambda: arena.is_awaited, "the wait")
 
     def run(self) -> None:
-        self.span = self.arena.take(lambda: self.is_cancelled)
+        self.span = self.arena.take(lambda: self.is_cancelled, FILLER)
 
     def result(self) -> int | None:
         self.join(30)
@@ -108,30 +128,30 @@ def test_a_waiting_taker_gets_the_next_span_given_back(arena: Arena) -> None:
     lent = [take(arena) for _ in range(3)]
     taker = Taker(arena)
     assert taker.is_alive()
-    arena.give_back(lent[1])
+    arena.give_back(lent[1], FILLER)
     assert taker.result() == lent[1]
 
 
 def test_a_waiting_taker_is_woken_when_the_keeper_dies(arena: Arena) -> None:
     for span in [take(arena) for _ in range(3)]:
-        arena.hand_over(span)
+        arena.hand_over(span, FILLER, KEEPER)
     taker = Taker(arena)
-    arena.give_back_all()
+    arena.give_back_all(KEEPER)
     assert taker.result() in {0, 1, 2}
 
 
 def test_a_cancelled_taker_is_woken_and_gets_nothing(arena: Arena) -> None:
     for span in [take(arena) for _ in range(3)]:
-        arena.hand_over(span)
+        arena.hand_over(span, FILLER, KEEPER)
     taker = Taker(arena)
     taker.is_cancelled = True
-    arena.give_back_all()
+    arena.give_back_all(KEEPER)
     assert taker.result() is None
     assert arena.free_spans == 3
 
 
 def test_a_cancelled_taker_gets_nothing_even_if_there_is_room(arena: Arena) -> None:
-    assert arena.take(lambda: True) is None
+    assert arena.take(lambda: True, FILLER) is None
     assert arena.free_spans == 3
 
 
@@ -139,7 +159,7 @@ def test_waiting_is_counted_and_shown_only_while_it_lasts(arena: Arena) -> None:
     lent = [take(arena) for _ in range(3)]
     assert arena.wait_s == 0.0
     taker = Taker(arena)
-    arena.give_back(lent[0])
+    arena.give_back(lent[0], FILLER)
     taker.result()
     assert arena.wait_s > 0.0
     assert not arena.is_awaited
@@ -173,7 +193,7 @@ def test_no_span_ever_has_two_owners() -> None:
                 owners[span] = "filler"
             with looking:
                 owners[span] = "keeper"
-                arena.hand_over(span)
+                arena.hand_over(span, FILLER, KEEPER)
             handed.put(span)
 
     def keep() -> None:
@@ -183,10 +203,10 @@ def test_no_span_ever_has_two_owners() -> None:
                 if chance.random() < 0.1:
                     for each in [each for each, owner in owners.items() if owner == "keeper"]:
                         del owners[each]
-                    arena.give_back_all()
+                    arena.give_back_all(KEEPER)
                 elif owners.get(span) == "keeper":
                     del owners[span]
-                    arena.give_back(span)
+                    arena.give_back(span, KEEPER)
 
     fillers = [threading.Thread(target=fill, daemon=True) for _ in range(5)]
     keeper = threading.Thread(target=keep, daemon=True)

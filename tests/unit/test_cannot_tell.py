@@ -13,7 +13,7 @@ import pytest
 
 from stillframe import Catalog
 from stillframe.checkpoint import labels
-from stillframe.checkpoint.lock import Life, RootLock, life_of
+from stillframe.checkpoint.lock import Life, Note, RootLock, life_of, owner_of
 from stillframe.errors import IntegrityError, NotFoundError, StorageError, to_record
 from stillframe.format import limits, names
 from stillframe.keeper.retention import Pruner
@@ -79,7 +79,7 @@ def test_the_newest_that_cannot_be_looked_at_is_an_error_not_an_older_one(root: 
     with pytest.raises(StorageError, match="Permission denied"):
         catalog.newest()
     with pytest.raises(StorageError, match="Permission denied"):
-        TakenSteps(catalog).begin(4)
+        TakenSteps(catalog).issue(None)
 
 
 def test_another_step_can_be_saved(catalog: Catalog) -> None:
@@ -98,7 +98,7 @@ def pruner(catalog: Catalog, epoch: int = 1, keep: KeepLast | KeepFor | None = N
 
 def test_retention_passes_it_over_and_says_so(root: Path, catalog: Catalog) -> None:
     with pytest.raises(StorageError, match="Permission denied"):
-        pruner(catalog).committed(SaveId(3), None)
+        pruner(catalog).committed(SaveId(3))
     assert Catalog(root).steps() == [2, 3]
 
 
@@ -133,7 +133,7 @@ def test_nothing_is_removed_where_nobody_can_tell_what_it_is(root: Path, refused
 def test_a_commit_that_cannot_compare_the_manifest_that_is_there_is_in_doubt(tmp_path: Path) -> None:
     store = PosixStore(tmp_path, calls=Refusing(errno.EACCES, lambda name: name == layout.MANIFEST))
     save = sealed(store, 0, 1)
-    there = Catalog(tmp_path).dir(save.identify()) / layout.MANIFEST
+    there = Path(Catalog(tmp_path).dir(save.identify())) / layout.MANIFEST
     there.write_bytes(b"whose?")
     with pytest.raises(StorageError, match="Permission denied"):
         save.commit([save.sealed])
@@ -180,12 +180,15 @@ def test_a_label_of_which_nobody_can_tell_stays_for_the_next_run(root: Path, unr
 # --- text --------------------------------------------------------------------------------------
 
 
-def test_a_long_failure_in_any_script_is_read_back_whole(tmp_path: Path) -> None:
+@pytest.mark.parametrize("character", ["x", "\x01", "\N{GRINNING FACE}"])
+def test_a_note_with_a_long_failure_in_any_script_can_be_read(tmp_path: Path, character: str) -> None:
     """A note that cannot be read would let others take a living keeper for a dead one."""
-    lock = RootLock(PosixStore(tmp_path), 1, RUN)
+    lock = RootLock(PosixStore(tmp_path), 1, RUN, lambda: Note("finishing", character * 5000))
     lock.acquire()
-    lock.note("finishing", "\x01" * 2000)
     assert life_of(PosixStore(tmp_path), 1, RUN) is Life.ALIVE
+    owner = owner_of(PosixStore(tmp_path), 1)
+    assert owner is not None
+    assert len(owner.failure) > 300
     lock.release()
 
 

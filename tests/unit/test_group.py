@@ -12,7 +12,8 @@ import pytest
 from torch._C._distributed_c10d import HashStore
 
 from stillframe.errors import ConfigError, DeadlineError, IntegrityError, KeeperError, MismatchError
-from stillframe.ranks import group
+from stillframe.model import SaveId
+from stillframe.ranks import group, told
 from stillframe.ranks.group import Answer, Group, check_same, join_group
 from stillframe.save.saves import Save, Saves
 from stillframe.save.seal_count import SealCount
@@ -128,13 +129,20 @@ class Sealing:
     """A rank that seals saves in a root of its own."""
 
     def __init__(self, group: Group) -> None:
-        self.seals = SealCount(group)
+        self.seals = SealCount(group, epoch=1)
         self.saves = Saves("raise")
+        self.saves.on_end.append(self.seals.ended)
 
-    def seal(self, step: int, attempt: int = 1) -> Save:
-        save = self.saves.begin(step, attempt, 0, time.monotonic())
+    def begin(self, step: int, attempt: int = 1) -> Save:
+        save = self.saves.make(step, attempt, 0, time.monotonic())
+        self.saves.add(save)
+        return save
+
+    def seal(self, step: int, attempt: int = 1, epoch: int = 1) -> Save:
+        save = self.begin(step, attempt)
+        self.seals.sealed(SaveId(step, epoch, attempt))
         assert self.saves.sealed(save.number, time.monotonic(), is_unchanged=False) is save
-        self.seals.sealed(0, save, self.saves)
+        self.seals.watch(SaveId(step, epoch, attempt), save, self.saves, lambda: None)
         return save
 
 
@@ -157,9 +165,44 @@ def test_where_roots_are_not_shared_a_save_is_committed_when_every_rank_has_seal
     assert [each.seals.complete_step() for each in sealing] == [2, 2, 2]
 
 
+def test_the_store_holds_only_what_is_under_way(
+    sealing: list[Sealing], ranks: list[Group], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two keys stayed of every save, and one for each rank."""
+    store = ranks[0]._store
+    at_first = store.num_keys()
+    for each in ranks:
+        monkeypatch.setattr(each._telling, "_watch_s", 0.001)
+    for step in range(300):
+        for save in [each.seal(step) for each in sealing]:
+            save.wait("committed", 10.0)
+    until(lambda: store.num_keys() - at_first <= 6, "what all have seen goes")
+    assert all(len(each._told._words) <= 1 for each in ranks)
+
+
+def test_of_saves_that_failed_the_store_holds_the_newest(
+    sealing: list[Sealing], ranks: list[Group], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = ranks[0]._store
+    at_first = store.num_keys()
+    monkeypatch.setattr(told, "MAX_TOLD", 20)
+    for each in ranks:
+        monkeypatch.setattr(each._telling, "_watch_s", 0.001)
+    for step in range(100):
+        sealed = [each.seal(step) for each in sealing[:2]]
+        sealing[2].seals.failed(step, 1, "no space left")
+        for save in sealed:
+            with pytest.raises(KeeperError, match="no space left"):
+                save.wait("committed", 10.0)
+    until(lambda: store.num_keys() - at_first <= 20 * 4 + 1, "the oldest go")  # and who has left the epoch
+    for save in [each.seal(1000) for each in sealing]:
+        save.wait("committed", 10.0)
+
+
 def test_a_rank_that_will_not_seal_says_so_to_the_others(sealing: list[Sealing]) -> None:
     saves = [each.seal(1) for each in sealing[:2]]
-    sealing[2].seals.failed(0, 1, 1, "no space left")
+    failing = sealing[2].begin(1)
+    sealing[2].saves.fail(failing.number, KeeperError("no space left"))
     for save in saves:
         with pytest.raises(KeeperError, match="step 1 is not committed: rank 2 could not save it: no space left"):
             save.wait("committed", 10.0)
@@ -184,8 +227,55 @@ def test_another_epoch_has_no_complete_step_yet(sealing: list[Sealing]) -> None:
     for save in [each.seal(5) for each in sealing]:
         save.wait("committed", 10.0)
     for each in sealing:
-        each.seals.enter(1)
+        each.seals.enter(2)
         assert each.seals.complete_step() == -1
+    late = [each.seal(6, epoch=1) for each in sealing]  # its keepers had begun it before
+    for save in late:
+        save.wait("committed", 10.0)
+    assert [each.seals.complete_step() for each in sealing] == [-1, -1, -1]
+
+
+def test_a_rank_that_waits_in_a_round_still_tells_what_it_has_sealed(
+    sealing: list[Sealing], ranks: list[Group]
+) -> None:
+    """It restores, and the others come to that only when their saves are committed."""
+    with ThreadPoolExecutor(1) as pool:
+        round_0 = pool.submit(lambda: ranks[0].decide("restoring", lambda: 1, total, int))
+        until(lambda: ranks[0]._store.check([f"{ranks[0]._name}/2/0"]), "rank 0 waits for the others")
+        for save in [each.seal(1) for each in sealing]:
+            save.wait("committed", 10.0)
+        assert together(ranks[1:], lambda each: each.decide("restoring", lambda: 1, total, int)) == [3, 3]
+        assert round_0.result(10.0) == 3
+
+
+def test_who_has_left_without_sealing_is_not_waited_for(sealing: list[Sealing], ranks: list[Group]) -> None:
+    first = [each.seal(1) for each in sealing]
+    second = [each.seal(2) for each in sealing[:2]]
+    sealing[2].seals.leave()
+    for save in first:
+        save.wait("committed", 10.0)
+    for save in second:
+        with pytest.raises(KeeperError, match=r"step 2 is not committed: rank 2 went on to restore\(\) without saving"):
+            save.wait("committed", 10.0)
+    sealing[2].seals.stay()  # its restore has failed
+    until(lambda: ranks[0].lacking("left/1") == 3, "the others see it")
+    for save in [each.seal(3) for each in sealing]:
+        save.wait("committed", 10.0)
+
+
+def test_a_store_that_is_lost_fails_the_save(sealing: list[Sealing], ranks: list[Group]) -> None:
+    save = sealing[0].seal(1)
+
+    class Lost:
+        def __getattr__(self, name: str) -> Any:
+            raise ConnectionError("Broken pipe")
+
+    ranks[0]._store = Lost()
+    with pytest.raises(DeadlineError, match=r"step 1: it cannot be told .* torch.distributed is gone \(Broken pipe\)"):
+        save.wait("committed", 10.0)
+    later = sealing[0].seal(2)  # nothing of it reaches the others
+    with pytest.raises(DeadlineError, match="step 2: it cannot be told"):
+        later.wait("committed", 10.0)
 
 
 def test_a_store_that_does_not_answer_ends_at_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:

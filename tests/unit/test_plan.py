@@ -15,6 +15,7 @@ from stillframe.format.segment import ITEM_BYTES, check_shards
 from stillframe.model import CHUNK_BYTES
 from stillframe.save.copies import Chunk
 from stillframe.save.device import DeviceTable
+from stillframe.save.places import Sources
 from stillframe.save.plan import SMALL_BYTES, Plan, make_plan
 from stillframe.state.walk import Walk
 from stillframe.units import MIB
@@ -46,13 +47,14 @@ def staged(plan: Plan, state: Any) -> bytes:
     """What the stager would put into the arena, chunk after chunk."""
     walk = Walk(state)
     captured = plan.capture(walk)
+    found = Sources(walk.tensors, plan.slots)
     data = bytearray()
     for chunk in plan.chunks:
         memory = torch.full((chunk.nbytes,), 0xEE, dtype=torch.uint8)
         for copy in chunk.copies:
-            sources = copy.sources
+            sources = found.rows(copy.sources) if copy.captured is None else []
             if copy.captured is not None:
-                sources = [captured[copy.device][copy.captured : copy.captured + copy.nbytes]]
+                sources = captured[copy.device].rows(copy.captured, copy.nbytes)
             copy.device.copy(sources, memory[copy.offset : copy.offset + copy.nbytes])
         data += memory.numpy().tobytes()
     return bytes(data)

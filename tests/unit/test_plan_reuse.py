@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from stillframe.save.plan import Plan
+from stillframe.save.device import DeviceTable
+from stillframe.save.plan import MOVED_BYTES, Plan, make_plan
 from stillframe.state.walk import Walk
 from tests.unit.test_plan import Fresh, by_name, mixed_state, plan_of, staged
 
@@ -187,3 +188,48 @@ def test_a_plan_keeps_the_memory_it_knows_by_address() -> None:
     for _ in range(20):
         state["w"] = square()  # would get the old address if the plan did not hold on to it
         assert not fits_again(plan, state)
+
+
+def test_a_small_tensor_that_is_new_at_each_save_costs_one_more_plan() -> None:
+    weights = square()
+    first = plan_of({"w": weights, "random": torch.full((1000,), 1.0), "view": weights[2:]})
+    second = {"w": weights, "random": torch.full((1000,), 2.0), "view": weights[2:]}
+    assert not fits_again(first, second)
+    moved = first.moved(Walk(second))
+    assert [Walk(second).tensors[index].numel() for index in moved] == [1000]
+    plan = make_plan(Walk(second), DeviceTable(), moved=moved)
+    third = {"w": weights, "random": torch.full((1000,), 3.0), "view": weights[2:]}
+    assert fits_again(plan, third)
+    assert by_name(plan, staged(plan, third)) == {"random": third["random"].numpy().tobytes(), "w": bytes_of(weights)}
+    other = {"w": square(), "random": third["random"], "view": weights[2:]}
+    assert not fits_again(plan, other)
+    assert plan.moved(Walk(other)) == moved  # a tensor with aliases is never captured for that
+
+
+def bytes_of(tensor: torch.Tensor) -> bytes:
+    return tensor.numpy().tobytes()
+
+
+def test_tensors_that_are_large_or_became_sparse_are_planned_anew() -> None:
+    large = plan_of({"w": torch.zeros(MOVED_BYTES // 4 + 1)})
+    assert not large.moved(Walk({"w": torch.zeros(MOVED_BYTES // 4 + 1)}))
+    assert plan_of({"w": square()}).moved(Walk({"w": square()}))
+    assert not plan_of({"w": square()}).moved(Walk({"w": square().to_sparse()}))
+    assert not plan_of({"w": square()}).moved(Walk({"v": square()}))
+
+
+def test_what_was_alone_and_is_a_view_now_is_planned_anew() -> None:
+    """Tensors that are new at every save may be tied at one of them."""
+    apart = plan_of({"a": torch.zeros(1000), "b": torch.zeros(500)})
+    whole = torch.zeros(1000)
+    tied = Walk({"a": whole, "b": whole[200:700]})
+    assert not apart.moved(tied), "each would be stored by itself"
+    small = plan_of({"a": torch.zeros(8), "b": torch.zeros(2)})
+    whole = torch.zeros(8)
+    assert small.fits(Walk({"a": torch.zeros(8), "b": torch.zeros(2)}))
+    assert not small.fits(Walk({"a": whole, "b": whole[3:5]}))
+    assert not small.fits(Walk({"a": whole, "b": whole[:2]}))
+    fixed = torch.zeros(1000)
+    beside = plan_of({"a": fixed, "b": torch.zeros(2)})
+    assert beside.fits(Walk({"a": fixed, "b": torch.zeros(2)}))
+    assert not beside.fits(Walk({"a": fixed, "b": fixed[5:7]}))

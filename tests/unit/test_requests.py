@@ -234,7 +234,7 @@ def elsewhere(locked: Catalog, monkeypatch: pytest.MonkeyPatch) -> Catalog:
     import msgspec
 
     owner = Owner(1, "another-node", "0123abcd", "training")
-    (locked.root / names.lock(0)).write_bytes(msgspec.json.encode(owner))
+    (Path(locked.root) / names.lock(0)).write_bytes(msgspec.json.encode(owner))
     monkeypatch.setattr(requests, "ELSEWHERE_S", 0.3)
     return locked
 
@@ -285,7 +285,7 @@ def test_a_member_waits_until_rank_0_has_made_sure(locked: Catalog) -> None:
     for step in STEPS:
         member._own.add(locked.find(step))
     save = locked.find(1)
-    segment = locked.dir(save) / names.segment(1)
+    segment = Path(locked.dir(save)) / names.segment(1)
     segment.write_bytes(b"of rank 1")
     removal.set_aside(locked, save, "pruned", max(locked.epochs()))
     member.tidy()

@@ -20,8 +20,14 @@ def steps(root: Path) -> TakenSteps:
     return TakenSteps(Catalog(root))
 
 
+def begun(saves: Saves, step: int, attempt: int, total_bytes: int, requested_s: float) -> Save:
+    save = saves.make(step, attempt, total_bytes, requested_s)
+    saves.add(save)
+    return save
+
+
 def ended(saves: Saves, ticket: Ticket, is_committed: bool) -> Save:
-    save = saves.begin(ticket.step, ticket.attempt, 0, 0.0)
+    save = begun(saves, ticket.step, ticket.attempt, 0, 0.0)
     if is_committed:
         saves.committed(save.number, 0.0)
     else:
@@ -34,12 +40,67 @@ def test_tickets_are_numbered_one_after_the_other(tmp_path: Path) -> None:
     assert [issuing.issue(None) for _ in range(3)] == [Ticket(0), Ticket(1), Ticket(2)]
     assert issuing.issue(None, least=10) == Ticket(10)
     assert issuing.issue(20) == Ticket(20)
-    assert issuing.issue(5) == Ticket(5)
+    with pytest.raises(ExistsError, match=r"step 15 comes before step 20, which is being saved .* rewind\(\)"):
+        issuing.issue(15)
     assert issuing.issue(None) == Ticket(21)
     issuing.enter(SaveId(40))
     assert issuing.issue(None) == Ticket(41)
     with pytest.raises(ExistsError, match="comes before step 40"):
         issuing.issue(39)
+
+
+def test_steps_rise_but_for_those_that_failed(tmp_path: Path) -> None:
+    saving, saves = steps(tmp_path), Saves("warn")
+    saves.on_end.append(saving.ended)
+
+    def begin(step: int) -> Save:
+        return begun(saves, step, saving.begin(step), 0, 0.0)
+
+    first = begin(5)
+    with pytest.raises(ExistsError, match=r"step 3 comes before step 5, which is being saved .* rewind\(\)"):
+        begin(3)
+    saves.committed(first.number, 0.0)
+    with pytest.raises(ExistsError, match="step 3 comes before step 5, which has been saved in this run already"):
+        begin(3)
+    with pytest.raises(ExistsError, match="step 3 comes before step 5"):
+        saving.issue(3)
+    failing = begin(9)
+    saves.fail(failing.number, ConfigError("on purpose"))
+    lower = begin(7)  # nobody will restore step 9
+    saves.committed(lower.number, 0.0)
+    again = begin(9)
+    assert again.attempt == 2
+    saving.give_back(9, 2, has_failed=False)  # skipped
+    assert begin(8).attempt == 1
+    assert saving.issue(None) == Ticket(10), "a number that was tried is not given out"
+
+
+def test_who_saves_a_later_step_in_the_middle_of_a_save_wins(tmp_path: Path) -> None:
+    """A signal handler saves step 8 while the training loop takes step 7: what it saves then is newer than step 8."""
+    saving = steps(tmp_path)
+
+    class Interrupted(dict[int, object]):
+        def setdefault(self, step: int, default: object = None) -> object:
+            found = super().setdefault(step, default)
+            if step == 7:
+                saving.begin(8)
+            return found
+
+    saving._taken = Interrupted()  # type: ignore[assignment]
+    with pytest.raises(ExistsError, match="step 7 comes before step 8"):
+        saving.begin(7)
+    saving.begin(9)
+
+
+def test_of_what_was_saved_only_the_newest_is_remembered(tmp_path: Path) -> None:
+    saving, saves = steps(tmp_path), Saves("warn")
+    saves.on_end.append(saving.ended)
+    waiting = begun(saves, 0, saving.begin(0), 0, 0.0)
+    for step in range(1, 1200):
+        save = begun(saves, step, saving.begin(step), 0, 0.0)
+        saves.committed(save.number, 0.0)
+    assert len(saving._taken) <= 1001
+    assert saving._taken[0].attempt == waiting.attempt == 1, "it is still on its way"
 
 
 def test_no_two_threads_are_given_the_same(tmp_path: Path) -> None:

@@ -5,16 +5,19 @@ BIN    := $(VENV)/bin
 # bf16 matmuls can die with SIGILL on virtual machines that show AMX but forbid it.
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE
 
-.PHONY: help demo demo-ranks docs test lint torture bench bench-full clean
+.PHONY: help demo demo-ranks demo-tiers docs test test-device test-servers lint torture bench bench-full clean s3-server azure-server
 
 help:
 	@echo "make demo        train a small GPT, kill it, resume it, compare bit for bit (under 3 minutes)"
 	@echo "make demo-ranks  the same with FSDP2 on 2 ranks, one of them killed; then restored on 1 (under 2 minutes)"
+	@echo "make demo-tiers  two nodes, a shared directory, an object store: killed, a node lost, then all but the store (under 2 minutes)"
 	@echo "make test        lint, types and all tests"
+	@echo "make test-device   of these the order of copies on an accelerator made of threads; needs a C++ compiler, no accelerator"
+	@echo "make test-servers  installs real servers: of S3 (Debian, root), of Azure's blobs (npm); without them their tests are skipped"
 	@echo "make bench       what it costs, beside every peer that runs here: the short form, ten minutes"
 	@echo "make bench-full  the whole evaluation, every question, every size"
 	@echo "make docs        writes docs/CLI.md from the commands"
-	@echo "make torture     200 random SIGKILLs of a real training run, each resumed and compared"
+	@echo "make torture     200 random SIGKILLs of a real training run, each resumed and compared; power cuts, replayed"
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 10), "stillframe needs Python 3.10 or newer"'
@@ -29,11 +32,29 @@ demo: $(VENV)/.installed
 demo-ranks: $(VENV)/.installed
 	$(BIN)/python demo/ranks.py
 
+demo-tiers: $(VENV)/.installed
+	$(BIN)/python demo/tiers.py
+
 docs: $(VENV)/.installed
 	$(BIN)/python -m stillframe.cli.document > docs/CLI.md
 
 test: lint
-	$(BIN)/python -m pytest -m "not torture"
+	$(BIN)/python -m pytest -m "not torture" -n 2 --dist worksteal
+
+test-device: $(VENV)/.installed
+	$(BIN)/python -m pytest tests/device -n 2 --dist worksteal
+
+test-servers: azure-server s3-server
+
+azure-server: .servers/.installed
+
+# A few minutes, at most: the tests can do without.
+.servers/.installed:
+	timeout 300 npm install --no-audit --no-fund --ignore-scripts --prefix .servers azurite@3.37.0
+	touch $@
+
+s3-server:
+	DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends radosgw ceph-mon ceph-osd ceph-common
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

@@ -14,6 +14,7 @@ import contextlib
 import os
 import random
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -31,6 +32,7 @@ from demo.text import Text
 from demo.train import Watch, tell
 
 import stillframe
+from stillframe import spi
 
 SIZES = Sizes(context=64, width=128, heads=4, layers=3)
 _ROWS = 8
@@ -74,8 +76,8 @@ def rank_fingerprint(rank: int, state: stillframe.TrainState) -> dict[str, str]:
     return fingerprint({f"rank {rank}": parts})
 
 
-def train(root: Path | None, steps: int) -> Record:
-    """Train up to ``steps``, saving to ``root`` if there is one.  Tells the same record on every rank."""
+def train(make: Callable[[], stillframe.Checkpointer] | None, steps: int) -> Record:
+    """Train up to ``steps``, saving with what ``make`` makes.  Tells the same record on every rank."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     state = make_state(steps, rank, init_device_mesh("cpu", (world_size,)))
     model, optimizer = state.model, state.optimizer
@@ -87,13 +89,18 @@ def train(root: Path | None, steps: int) -> Record:
 
     with contextlib.ExitStack() as stack:
         checkpointer = None
-        start = None
+        report = stillframe.RestoreReport(None)
         watch = Watch()
-        if root is not None:
-            checkpointer = stack.enter_context(stillframe.Checkpointer(root, keep=stillframe.KeepLast(3)))
-            start = checkpointer.restore(state)
+        if make is not None:
+            checkpointer = stack.enter_context(make())
+            report = checkpointer.restore(state)
+        start = report.step
         parameters = sum(each.numel() for each in model.parameters())
-        started = Started(parameters, torch.get_num_threads(), start, watch.lap(), rank, os.getpid())
+        keeper = spi.keeper_pid(checkpointer) if checkpointer else None
+        started = Started(
+            parameters, torch.get_num_threads(), start, watch.lap(), rank, os.getpid(), keeper or 0,
+            report.source, report.bytes,
+        )  # fmt: skip
         tell(started)
 
         for step in range((start or 0) + 1, steps + 1):
@@ -134,7 +141,11 @@ def main() -> None:
     given = parser.parse_args()
     torch.set_num_threads(1)  # the ranks share the cores; and the same number everywhere, for the same order of sums
     dist.init_process_group("gloo")
-    record = train(None if given.no_save else given.root, given.steps)
+
+    def make() -> stillframe.Checkpointer:
+        return stillframe.Checkpointer(given.root, keep=stillframe.KeepLast(3))
+
+    record = train(None if given.no_save else make, given.steps)
     if given.record is not None and dist.get_rank() == 0:
         given.record.write_bytes(msgspec.json.encode(record))
     dist.destroy_process_group()

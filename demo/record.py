@@ -26,6 +26,11 @@ class Started(msgspec.Struct, frozen=True, tag="started"):
     restore_s: float
     rank: int = 0
     pid: int = 0
+    keeper: int = 0
+    """The process id of its keeper, if it has one."""
+    source: str = ""
+    """Where it was restored from."""
+    restored_bytes: int = 0
 
 
 class Step(msgspec.Struct, frozen=True, tag="step"):

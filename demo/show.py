@@ -16,7 +16,7 @@ from rich.table import Table
 from stillframe.units import format_bytes
 
 _EVERY = 10
-"""Without a terminal, one line for so many steps."""
+"""Without a terminal, one line for so many steps, and one for the last."""
 _QUIET_CORES = 0.15
 """If other programs used more, the difference of two runs says nothing of what saving costs."""
 
@@ -67,7 +67,7 @@ class Bar:
         self._seconds.append(line.seconds)
         note = f"loss {line.loss:.3f}  {ms(statistics.median(self._seconds))}/step"
         self._progress.update(self._task, completed=line.step, note=note)
-        if not self._console.is_terminal and line.step % _EVERY == 0:
+        if not self._console.is_terminal and (line.step % _EVERY == 0 or line.step == self._total):
             self._console.print(f"{self._title} {line.step:>3}/{self._total}  {note}", highlight=False)
 
     def __enter__(self) -> Bar:

@@ -82,7 +82,7 @@ def train(root: Path | None, steps: int) -> Record:
         watch = Watch()
         if root is not None:
             checkpointer = stack.enter_context(stillframe.Checkpointer(root, keep=stillframe.KeepLast(3)))
-            start = checkpointer.restore(state)
+            start = checkpointer.restore(state).step
         parameters = sum(each.numel() for each in model.parameters())
         started = Started(parameters, torch.get_num_threads(), start, watch.lap())
         tell(started)
@@ -111,7 +111,8 @@ def train(root: Path | None, steps: int) -> Record:
 
 
 def tell(line: Started | Step) -> None:
-    print(msgspec.json.encode(line).decode(), flush=True)
+    sys.stdout.write(f"{msgspec.json.encode(line).decode()}\n")  # one write: several ranks share the pipe
+    sys.stdout.flush()
 
 
 def main() -> None:

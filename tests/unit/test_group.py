@@ -17,7 +17,7 @@ from stillframe.ranks import group, told
 from stillframe.ranks.group import Answer, Group, check_same, join_group
 from stillframe.save.saves import Save, Saves
 from stillframe.save.seal_count import SealCount
-from tests.support import until
+from tests.support import run_fresh, until
 
 
 def life(store: Any) -> list[Group]:
@@ -320,3 +320,40 @@ def test_the_environment_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "first")
     with pytest.raises(ConfigError, match="not numbers"):
         join_group(None, None, 1.0)
+
+
+def test_a_thread_that_asks_the_store_does_not_abort_the_process_at_its_end() -> None:
+    """Without the guard SIGABRT in 8 of 8 runs: a thread comes back from torch while the interpreter ends."""
+    said = run_fresh(
+        "import time\n"
+        "from datetime import timedelta\n"
+        "from torch.distributed import TCPStore\n"
+        "from stillframe.ranks.group import Group\n"
+        "timeout = timedelta(seconds=5)\n"
+        "store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False, timeout=timeout)\n"
+        "for _ in range(4):\n"
+        "    group = Group(0, 2, store, 5.0)\n"
+        "    group._telling._watch_s = 0.0\n"
+        "    group.watch(lambda group=group: group.lacking('seals') < 0)\n"
+        "time.sleep(0.2)\n"
+        "print('ends')\n"
+    )
+    assert said == "ends\n"
+
+
+def test_a_store_that_hangs_delays_the_end_of_the_process_for_a_moment_only() -> None:
+    said = run_fresh(
+        "import threading, time\n"
+        "from stillframe.ranks import calls\n"
+        "calls._EXIT_S = 0.2\n"
+        "class Hung:\n"
+        "    def check(self, keys):\n"
+        "        asked.set()\n"
+        "        time.sleep(3600)\n"
+        "asked = threading.Event()\n"
+        "store = calls.GuardedStore(Hung())\n"
+        "threading.Thread(target=store.check, args=([],), daemon=True).start()\n"
+        "assert asked.wait(10)\n"
+        "print('ends')\n"
+    )
+    assert said == "ends\n"

@@ -35,6 +35,7 @@ from torch.distributed.rendezvous import rendezvous
 from stillframe import errors
 from stillframe.errors import ConfigError, DeadlineError, StillframeError
 from stillframe.latch import Answer as Reply
+from stillframe.ranks.calls import GuardedStore, InterpreterEnds
 from stillframe.ranks.told import Told
 from stillframe.state.torch_internals import default_store
 from stillframe.units import format_ranks
@@ -104,16 +105,20 @@ class _Line:
         self.ask(lambda: self._watches.append(is_over))
 
     def _run(self) -> None:
-        while True:
-            with contextlib.suppress(queue.Empty):
-                self._turns.get(timeout=self._watch_s if self._watches else None)()
-            for is_over in list(self._watches):
-                try:
-                    if is_over():
-                        self._watches.remove(is_over)
-                except Exception:  # a log handler that raises, say: other watches must not end because of it
-                    logger.exception("a watch over other ranks met an unexpected error")
+        with contextlib.suppress(InterpreterEnds):
+            while True:
+                self._turn()
+
+    def _turn(self) -> None:
+        with contextlib.suppress(queue.Empty):
+            self._turns.get(timeout=self._watch_s if self._watches else None)()
+        for is_over in list(self._watches):
+            try:
+                if is_over():
                     self._watches.remove(is_over)
+            except Exception:  # a log handler that raises, say: other watches must not end because of it
+                logger.exception("a watch over other ranks met an unexpected error")
+                self._watches.remove(is_over)
 
 
 class Group:
@@ -128,7 +133,7 @@ class Group:
         self.deadline_s = deadline_s
         self.ranks_on_node = _ranks_on_node(world_size)
         """The most on any node.  Until the ranks have agreed on it: as torchrun says, or all of them."""
-        self._store = store
+        self._store: Any = GuardedStore(store)
         self._prefix = f"stillframe/{next(_numbers) if talks and world_size > 1 else 0}"
         self._rounds = itertools.count(1)
         self._name = ""
@@ -136,7 +141,7 @@ class Group:
         self._have_met = False
         self._agreeing = _Line("stillframe-agree")
         self._telling = _Line("stillframe-tell", min(_WATCH_S * max(1.0, world_size / _CROWD), _WATCH_LONGEST_S))
-        self._told = Told(store, world_size)
+        self._told = Told(self._store, world_size)
 
     @property
     def is_global(self) -> bool:

@@ -234,6 +234,22 @@ def test_an_average_after_a_step_that_the_scaler_skipped_fails_the_save(bench: B
             assert_same(bench.load(save), before)
 
 
+@pytest.mark.parametrize("shape", [(3, 300_000), (900,)], ids=["large", "small"])
+@pytest.mark.parametrize("left", [0, 400])
+def test_memory_that_is_given_back_before_the_copy_fails_the_save_and_not_the_process(
+    bench: Bench, shape: tuple[int, ...], left: int
+) -> None:
+    """As loops do that move a model away: ``resize_`` moves no version.  Small tensors are copied several at a time."""
+    tensors = [torch.ones(shape), torch.ones(shape)] if left == 0 else [torch.ones(shape)]
+    save = bench.save({f"{left} of {shape}": tensors})  # another state each time: what is new at each save is captured
+    tensors[0].untyped_storage().resize_(left)
+    bench.gate.set()
+    with pytest.raises(stillframe.StateError, match=r"storage was resized .* call checkpointer.fence\(\) first"):
+        save.wait()
+    sound = bench.save([torch.ones(shape)])
+    assert_same(bench.load(sound), [torch.ones(shape)])
+
+
 def test_what_has_no_version_is_not_looked_at(bench: Bench) -> None:
     with torch.inference_mode():
         inference = torch.ones(100)

@@ -25,8 +25,9 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 
+from stillframe.errors import StateError
 from stillframe.save.pinning import Runtime, runtime_of
-from stillframe.state.memory import as_row, is_byte_row, is_plain
+from stillframe.state.memory import as_row, byte_extent, is_byte_row, is_plain
 from stillframe.units import MIB
 
 CAPTURE_BYTES = 64 * MIB
@@ -115,6 +116,7 @@ class HostDevice:
 
     def copy(self, sources: Sequence[torch.Tensor], into: torch.Tensor) -> None:
         source = sources[0]
+        _check_there(sources)
         if len(sources) > 1:
             torch.cat(list(sources), out=into)
         elif is_plain(source):
@@ -130,6 +132,17 @@ class HostDevice:
 
     def runtime(self) -> None:
         return None
+
+
+def _check_there(sources: Sequence[torch.Tensor]) -> None:
+    """Raises :class:`StateError` if ``storage.resize_()`` has given memory back: reading it would kill the process."""
+    storages = map(torch.Tensor.untyped_storage, sources)
+    if not all(map(torch.UntypedStorage.nbytes, storages)) or (
+        len(sources) == 1 and byte_extent(sources[0])[1] > sources[0].untyped_storage().nbytes()
+    ):
+        raise StateError(
+            "a tensor's storage was resized after save() and before the copy was made: call checkpointer.fence() first"
+        )
 
 
 class _EventTicket:

@@ -1,6 +1,7 @@
 """A keeper that was paused while another run took its place: it commits nothing, deletes nothing, reports nothing.
 
-The locks are of no use here: the file is removed, as on a file system whose locks hold on one node only.
+The locks are of no use here: the file is removed, or there are none (NFS without a lock server), or every lock is
+given to everyone, as on two nodes of a file system whose locks hold on one node only (Lustre's ``localflock``).
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ from stillframe import Catalog, Checkpointer, KeepLast
 from stillframe.checkpoint.verify import verify
 from stillframe.format import names
 from stillframe.model import SaveId
+from stillframe.save import keeper_process
+from stillframe.store.calls import Calls
+from tests.faults.held import bootstrap
 from tests.support import pause, start_child, until
 
 STEPS = 4
@@ -26,6 +30,7 @@ import os, sys, torch, stillframe
 from stillframe import spi
 from stillframe.errors import StillframeError
 root = sys.argv[1]
+exec(sys.argv[2])
 checkpointer = stillframe.Checkpointer(root, keep=stillframe.KeepLast(1), on_error="warn")
 state = {"weights": torch.zeros(3_000_000), "step": 0, "who": 1}
 checkpointer.restore(state)
@@ -45,6 +50,13 @@ for step in range(1, 200):
 checkpointer.close()
 print("end", flush=True)
 """
+
+LOCKS = {
+    "removed": "",
+    "none": "def lock(self, fd, is_shared): raise OSError(37, 'No locks available')\n",
+    "lying": "def lock(self, fd, is_shared): pass\n",
+}
+_PATCH = "from stillframe.store.calls import Calls\n{lock}Calls.lock = lock\n"
 
 
 def checkpoints(root: Path) -> set[SaveId]:
@@ -79,10 +91,23 @@ def check_whole(root: Path, last: int) -> None:
     assert bool((state["weights"] == float(last)).all())
 
 
-@pytest.mark.parametrize("moment_s", [0.0, 0.006, 0.012])
-def test_a_paused_keeper_does_no_harm(tmp_path: Path, moment_s: float) -> None:
+@pytest.mark.parametrize(
+    ("locks", "moment_s"), [("removed", 0.0), ("removed", 0.006), ("removed", 0.012), ("none", 0.006), ("lying", 0.006)]
+)
+def test_a_paused_keeper_does_no_harm(
+    tmp_path: Path, locks: str, moment_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     root = tmp_path / "root"
-    child = start_child(FIRST, root)
+    here = ""
+    if lock := LOCKS[locks]:
+        patch = _PATCH.format(lock=lock)
+        start = f"keeper_process._BOOTSTRAP = {bootstrap(more=patch)!r}\n"
+        here = f"{patch}from stillframe.save import keeper_process\n{start}"
+        scope: dict[str, Any] = {}
+        exec(lock, scope)
+        monkeypatch.setattr(Calls, "lock", scope["lock"])
+        monkeypatch.setattr(keeper_process, "_BOOTSTRAP", bootstrap(more=patch))
+    child = start_child(FIRST, root, here)
     assert child.stdout is not None
     try:
         keeper = int(child.stdout.readline().split()[1])
@@ -90,7 +115,8 @@ def test_a_paused_keeper_does_no_harm(tmp_path: Path, moment_s: float) -> None:
         assert all(words[0] == "committed" for words in told), told
         time.sleep(moment_s)
         pause(keeper)
-        (root / names.lock(0)).unlink()
+        if locks == "removed":  # else the second run would wait here, if it could be locked out
+            (root / names.lock(0)).unlink()
         found, last = second(root)
         assert found >= int(told[-1][1])
         before = checkpoints(root)

@@ -4,6 +4,7 @@
 
   stage, receive   the threads of a checkpointer: a bug, a dead device, anything, at that line
   arrive           the one that waits for the copies of an accelerator, likewise
+  keeper           every thread of the keeper: a bug there, in the first keeper or in each
   save, fence, wait, restore, close    what the training thread calls: Ctrl-C at that line
 
 and MODE is ``once`` or ``always`` (each time that the line is reached).  Prints how many lines were tried.
@@ -25,13 +26,16 @@ import torch
 
 import stillframe
 from stillframe import Checkpointer
+from stillframe.save import keeper_process
 from stillframe.testing.emulated import EmulatedDevice
+from tests.faults.held import bootstrap
 
 HERE = Path(stillframe.__file__).parent
 WATCHED = ("save", "ranks", "restoring", "link", "latch.py", "checkpointer.py")
 CASE_S = 60
 STATE_ITEMS = 3_000_000
 ARRIVE = "stillframe-arrive"
+PLAIN = keeper_process._BOOTSTRAP
 
 
 class Tracer:
@@ -107,6 +111,59 @@ def _in_thread(root: Path, tracer: Tracer, state: dict[str, torch.Tensor]) -> bo
     return tracer.raised > 0
 
 
+_IN_KEEPER = """
+import os, sys, threading
+def tracing():
+    seen, here = {{}}, {here!r}
+    def trace(frame, event, argument):
+        name = frame.f_code.co_filename
+        if not name.startswith(here) or not name[len(here) + 1 :].startswith({watched!r}):
+            return None
+        if event == "line":
+            number = seen.setdefault((name, frame.f_lineno), len(seen))
+            if number == {wanted} and ({is_always} or not os.path.exists({told!r})):
+                os.close(os.open({told!r}, os.O_CREAT | os.O_WRONLY))
+                raise RuntimeError("on purpose")
+        return trace
+    threading.settrace(trace)
+    sys.settrace(trace)
+tracing()
+"""
+IN_KEEPER = ("keeper", "checkpoint", "store", "link")
+
+
+def in_keeper(root: Path, wanted: int, is_always: bool) -> bool:
+    """Whether there is such a line.  What is committed is what was saved, whatever became of the keeper."""
+    place, told = root / f"keeper-{wanted}-{is_always}", root / f"told-{wanted}-{is_always}"
+    keeper_process._BOOTSTRAP = bootstrap(
+        more=_IN_KEEPER.format(here=str(HERE), watched=IN_KEEPER, wanted=wanted, is_always=is_always, told=str(told))
+    )
+    try:
+        state = {"weights": torch.zeros(STATE_ITEMS)}
+        try:
+            checkpointer = Checkpointer(place, arena="48MiB", keep=stillframe.KeepLast(1))
+        except stillframe.StillframeError:
+            return told.exists()
+        try:
+            for step in (1, 3, 5):
+                checkpointer.fence()
+                state["weights"].fill_(step)
+                train_on(checkpointer, state, step)
+            if not is_always:
+                state["weights"].fill_(7)
+                checkpointer.save(7, state).wait(timeout_s=CASE_S / 2)  # it works again
+        finally:
+            try:
+                checkpointer.close(CASE_S / 2)
+            except stillframe.StillframeError:
+                pass
+    finally:
+        keeper_process._BOOTSTRAP = PLAIN
+    for step in stillframe.Catalog(place).steps():
+        assert bool((stillframe.load(place, step)["weights"] == step).all()), step
+    return told.exists()
+
+
 def in_call(root: Path, wanted: int, what: str) -> bool:
     """Ctrl-C at this line of one call.  Whether there is such a line."""
     state = {"weights": torch.zeros(1000)}
@@ -161,6 +218,8 @@ def main(where: str, mode: str, part: str, parts: str, root: str) -> None:
         faulthandler.dump_traceback_later(CASE_S, exit=True)
         if where in ("stage", "receive", "arrive"):
             is_line = in_thread(Path(root), number, mode == "always", f"stillframe-{where}")
+        elif where == "keeper":
+            is_line = in_keeper(Path(root), number, mode == "always")
         else:
             is_line = in_call(Path(root), number, where)
         if not is_line:

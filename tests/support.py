@@ -16,7 +16,7 @@ import torch
 from tests import layout
 from tests.fork_server import SOURCE, Talker
 
-CHILD_S = 60.0
+CHILD_S = 120.0
 
 
 def make_model(width: int = 32) -> torch.nn.Module:

@@ -70,7 +70,7 @@ def gradients(model: torch.nn.Module) -> None:
         parameter.grad = torch.ones_like(parameter)
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)
 def test_a_step_that_compiles_as_one_graph_has_the_fence_inside(
     tmp_path: Path, slow_copies: Callable[[], None]
 ) -> None:
@@ -100,7 +100,7 @@ def test_a_step_that_compiles_as_one_graph_has_the_fence_inside(
         assert not torch.equal(stillframe.load(tmp_path, 3)["model"]["weight"], wanted[0])
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)
 def test_a_step_of_torchs_own_is_fenced_between_its_graphs(tmp_path: Path, slow_copies: Callable[[], None]) -> None:
     model = torch.nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, foreach=False)

@@ -26,7 +26,7 @@ from tests.servers.proxy import Fault, Proxy
 from tests.servers.shared import PLACE, keys, new_url
 from tests.support import until
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(240)
 HASTY = {"timeout": "2s", "retry_timeout": 2}
 """So that a server that does not answer is given up soon."""
 READ_ONLY, FULL, REMOVED = "sf-read-only", "sf-full", "sf-removed"

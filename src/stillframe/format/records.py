@@ -167,7 +167,7 @@ def encode_seal(
 
 def check_draft(draft: SealDraft) -> None:
     """Refuse, before anything is written, a state whose seal would be too large; leaves room for the checksums."""
-    size = len(bytes(draft.shards)) + len(bytes(draft.tree)) + len(bytes(draft.values))
+    size = sum(memoryview(each).nbytes for each in (draft.shards, draft.tree, draft.values))
     if size > limits.MAX_SEAL_BYTES // 2:
         raise UnsupportedStateError(
             TOO_LARGE.format(what="tree and plain values of the state", size=size, limit=limits.MAX_SEAL_BYTES // 2)

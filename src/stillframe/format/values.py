@@ -24,6 +24,7 @@ from stillframe.errors import FormatError, UnsupportedStateError
 from stillframe.format import limits
 
 TAG = "$"
+_INTS = {int}
 _JSON_SCALARS = {type(None), bool, int, str, float}
 _NUMPY_KINDS = "biufcmM"
 _NUMPY_DTYPE = re.compile(rf"[<>|=][{_NUMPY_KINDS}]\d+(\[\w+\])?", re.ASCII)
@@ -81,6 +82,8 @@ def is_value(kind: type) -> bool:
 def is_plain_list(items: list[Any]) -> bool:
     """Whether a list holds only JSON scalars that need no tags: it is then one value, encoded at C speed."""
     kinds = set(map(type, items))
+    if kinds == _INTS:  # an optimizer numbers its parameters: at each save, and there are thousands
+        return bool(min(items) >= -(1 << 63) and max(items) < 1 << 63)
     if not kinds <= _JSON_SCALARS:
         return False
     if str in kinds and not _is_text("".join(item for item in items if type(item) is str)):

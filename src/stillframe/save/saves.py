@@ -163,8 +163,8 @@ class Saves:
         self._note(save, stage_begin_s=time.monotonic())
 
     def returned(self, save: Save, captured_bytes: int, blocked_s: float) -> None:
-        self._note(save, returned_s=time.monotonic())
         with self._lock:
+            save._times = dataclasses.replace(save._times, returned_s=time.monotonic())
             self._count(saves=1, captured_bytes=captured_bytes, blocked_save_s=blocked_s)
 
     def staging(self, save: Save, nbytes: int) -> None:

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import weakref
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
-from operator import attrgetter
+from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import torch
@@ -52,26 +52,28 @@ class Signature:
     ) -> None:
         self._forms = forms.columns
         self._all_addresses = forms.addresses
-        self._fixed = [index for index, loose in enumerate(is_loose) if not loose]
-        self._addresses = _take(forms.addresses, self._fixed)
+        self._take_fixed = _taker([index for index, loose in enumerate(is_loose) if not loose])
+        self._addresses = self._take_fixed(forms.addresses)
         self._loose = [index for index, loose in enumerate(is_loose) if loose and forms.nbytes[index]]
+        self._take_loose = _taker(self._loose)
         self._ties = self._ties_among(forms.addresses)
         self._apart = [index for index in self._loose if not is_volatile[index]]
         self._places = sorted((address, index) for index, address in enumerate(forms.addresses) if forms.nbytes[index])
         is_known = [
             tensor is not None and not dtype.is_complex for tensor, dtype in zip(kept, forms.dtypes, strict=True)
         ]
-        self._kept_indexes = [index for index, known in enumerate(is_known) if known]
+        indexes = [index for index, known in enumerate(is_known) if known]
+        self._take_kept = _taker(indexes)
         self._gone: list[object] = []
-        self._references = [weakref.ref(kept[index], self._gone.append) for index in self._kept_indexes]
-        self._kept_ids = [id(kept[index]) for index in self._kept_indexes]
-        changeable = forms.dtypes, forms.shapes, forms.is_contiguous, forms.is_neg
-        self._kept_forms = [_take(column, self._kept_indexes) for column in changeable]
-        self._kept_addresses = _take(forms.addresses, self._kept_indexes)
-        self._strided = [index for index in self._kept_indexes if not forms.is_contiguous[index]]
-        self._strides = _take(forms.strides, self._strided)
-        self._others = [index for index, known in enumerate(is_known) if not known]
-        self._other_forms = [_take(column, self._others) for column in self._forms]
+        self._references = [weakref.ref(each, self._gone.append) for each in self._take_kept(kept)]
+        self._kept_ids = list(map(id, self._take_kept(kept)))
+        changeable: tuple[list[Any], ...] = forms.dtypes, forms.shapes, forms.is_contiguous, forms.is_neg
+        self._kept_forms = list(map(self._take_kept, changeable))
+        self._kept_addresses = self._take_kept(forms.addresses)
+        self._take_strided = _taker([index for index in indexes if not forms.is_contiguous[index]])
+        self._strides = self._take_strided(forms.strides)
+        self._take_others = _taker([index for index, known in enumerate(is_known) if not known])
+        self._other_forms = list(map(self._take_others, self._forms))
 
     def fits(self, tensors: Sequence[torch.Tensor]) -> bool:
         try:
@@ -79,7 +81,7 @@ class Signature:
         except RuntimeError:
             return False  # one became sparse
         is_unmoved = addresses == self._all_addresses
-        if not is_unmoved and _take(addresses, self._fixed) != self._addresses:
+        if not is_unmoved and self._take_fixed(addresses) != self._addresses:
             return False
         if not self._same_forms(tensors, addresses, is_unmoved):
             return False
@@ -90,18 +92,18 @@ class Signature:
         return [index for index in among if tensors[index].data_ptr() != self._all_addresses[index]]
 
     def _same_forms(self, tensors: Sequence[torch.Tensor], addresses: list[int], is_unmoved: bool) -> bool:
-        kept = _take(tensors, self._kept_indexes) if self._others else tensors
+        kept = self._take_kept(tensors)
         is_kept = (
             not self._gone
             and list(map(id, kept)) == self._kept_ids
-            and (is_unmoved or _take(addresses, self._kept_indexes) == self._kept_addresses)
+            and (is_unmoved or self._take_kept(addresses) == self._kept_addresses)
         )
         if not is_kept:
             return _all_equal(FORM, tensors, self._forms)
         return (
             _all_equal(_CHANGEABLE, kept, self._kept_forms)
-            and list(map(torch.Tensor.stride, _take(tensors, self._strided))) == self._strides
-            and _all_equal(FORM, _take(tensors, self._others), self._other_forms)
+            and list(map(torch.Tensor.stride, self._take_strided(tensors))) == self._strides
+            and _all_equal(FORM, self._take_others(tensors), self._other_forms)
         )
 
     def _are_apart(self, tensors: Sequence[torch.Tensor], addresses: list[int]) -> bool:
@@ -120,7 +122,7 @@ class Signature:
 
     def _ties_among(self, addresses: list[int]) -> list[int] | None:
         """For each loose tensor the first that is exactly the same; ``None`` if all are different."""
-        loose = _take(addresses, self._loose)
+        loose = self._take_loose(addresses)
         if len(set(loose)) == len(loose):
             return None
         first: dict[object, int] = {}
@@ -130,8 +132,12 @@ class Signature:
         ]
 
 
-def _take(column: Sequence[Any], indexes: Sequence[int]) -> list[Any]:
-    return [column[index] for index in indexes]
+def _taker(indexes: Sequence[int]) -> Callable[[Sequence[Any]], list[Any]]:
+    """Takes the items at these indexes."""
+    if len(indexes) < 2:  # then itemgetter gives no tuple
+        return lambda column: [column[index] for index in indexes]
+    take = itemgetter(*indexes)
+    return lambda column: list(take(column))
 
 
 def _all_equal(attributes: Sequence[Attribute], tensors: Sequence[torch.Tensor], expected: Sequence[list[Any]]) -> bool:

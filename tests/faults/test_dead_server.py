@@ -23,7 +23,7 @@ from stillframe.checkpoint.survey import survey
 from stillframe.checkpoint.tiers import look_at_tiers
 from stillframe.keeper.taking import Taking
 from stillframe.latch import later
-from stillframe.store import hastily, open_store, server
+from stillframe.store import clouds, hastily, open_store
 from stillframe.store.activity import Activity
 from stillframe.store.objects import open_objects
 from tests.support import pause
@@ -139,7 +139,7 @@ def test_a_root_that_is_down_is_told_of_and_then_an_error(dead: str, caplog: pyt
 
 def test_for_somebody_who_waits_a_keeper_is_as_hasty_as_anybody(dead: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """And what has been waited for once is not waited for a second time."""
-    monkeypatch.setattr(server, "_READ_AGAIN_S", 0.5)
+    monkeypatch.setattr(clouds, "_READ_AGAIN_S", 0.5)
     store = open_objects(URL, options(dead), Activity())
     taken: list[None] = []
     taking = Taking(store, RootLock(store, 0, "run"), lambda: taken.append(None))

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from stillframe.checkpoint import labels, removal
 from stillframe.checkpoint.catalog import Catalog, View
-from stillframe.checkpoint.tiers import read_carrying
+from stillframe.checkpoint.notes import read_carrying
 from stillframe.errors import BusyError, IntegrityError, NotFoundError, StillframeError, StorageError, VersionError
 from stillframe.format import names
 from stillframe.format.epochs import Gone, Reason, Stays

@@ -13,7 +13,7 @@ So a successor sees every commit that was reported, and nobody deletes what it c
 from __future__ import annotations
 
 import contextlib
-import secrets
+import os
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -159,7 +159,7 @@ def begin_by_hand(catalog: Catalog) -> int:
     It is put down what it goes on from, the newest checkpoint, before anything goes: a paused run of an earlier epoch
     that then puts down a save which is gone by now is not asked any more.  Raises: as :func:`claim`.
     """
-    run = secrets.token_hex(4)
+    run = os.urandom(4).hex()
     epoch = claim(catalog, run, 0)
     begin(catalog, epoch, run, 0, catalog.newest(), catalog.look().is_shared, is_by_hand=True)
     return epoch

@@ -14,17 +14,17 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from stillframe.checkpoint.catalog import Catalog
+from stillframe.checkpoint.notes import read_target, read_tiers
 from stillframe.checkpoint.promote import check_same_run, missing_parts
 from stillframe.checkpoint.survey import Survey
 from stillframe.errors import ConfigError, IntegrityError, NotFoundError, StillframeError, VersionError, text_of
-from stillframe.format import limits, names
-from stillframe.format.epochs import Target, TierNote, decode_carrying, decode_target, decode_tiers
+from stillframe.format import names
+from stillframe.format.epochs import TierNote
 from stillframe.format.records import Manifest
 from stillframe.lineage import Branch
 from stillframe.model import SaveId
 from stillframe.retention import decode_policy
 from stillframe.store import endpoint_of, is_url, open_store, root_address, silence
-from stillframe.store.protocol import Missing, NotOurs, Store, read_all
 from stillframe.units import format_ranks
 from stillframe.waits import Wait
 
@@ -80,39 +80,6 @@ def do_not_count(steps: Sequence[int], root: str, tier: str = "a tier") -> str:
     is_one = len(steps) == 1
     which = f"{format_ranks(steps, 'step')} of {root} {'does' if is_one else 'do'} not count"
     return f"{which}: in {tier}, another run has gone on from an older one"
-
-
-def read_tiers(store: Store) -> list[TierNote]:
-    """The tiers that the run of a root has, or had last; none if nothing tells.  Raises nothing."""
-    key = names.TIERS
-    try:
-        return decode_tiers(read_all(store, key, limits.MAX_NOTE_BYTES), file=store.where(key)).tiers
-    except StillframeError:
-        return []
-
-
-def read_target(tier: Catalog) -> Target | None:
-    """Which save is being carried there, or was last.  Raises :class:`StorageError`."""
-    key = names.TARGET
-    try:
-        return decode_target(read_all(tier.store, key, limits.MAX_NOTE_BYTES), file=tier.store.where(key))
-    except (Missing, NotOurs, IntegrityError, VersionError):
-        return None
-
-
-def read_carrying(store: Store) -> set[SaveId]:
-    """What keepers carry from a root, or were carrying when they ended, as far as they have noted it.
-
-    Raises :class:`StorageError`.
-    """
-    found: set[SaveId] = set()
-    for name in store.list(names.RUN):
-        if names.is_carrying(name):
-            key = f"{names.RUN}/{name}"
-            with contextlib.suppress(Missing, NotOurs, IntegrityError, VersionError):
-                note = decode_carrying(read_all(store, key, limits.MAX_NOTE_BYTES), file=store.where(key))
-                found.update(save for each in note.tiers for save in (each.save, each.waiting) if save is not None)
-    return found
 
 
 def policy_text(note: TierNote) -> str:

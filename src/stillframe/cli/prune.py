@@ -11,8 +11,9 @@ import typer
 from stillframe.checkpoint import requests
 from stillframe.checkpoint.catalog import Catalog
 from stillframe.checkpoint.cleaning import Plan, Wanted, plan
+from stillframe.checkpoint.notes import read_tiers
 from stillframe.checkpoint.survey import Step, Survey, survey
-from stillframe.checkpoint.tiers import policy_text, read_tiers
+from stillframe.checkpoint.tiers import policy_text
 from stillframe.cli import removed
 from stillframe.cli.arguments import Json, Root
 from stillframe.errors import ConfigError, StillframeError

@@ -6,8 +6,8 @@ import os
 import time
 from pathlib import Path
 
+from stillframe.checkpoint.notes import read_tiers
 from stillframe.checkpoint.survey import survey
-from stillframe.checkpoint.tiers import read_tiers
 from stillframe.cli import output
 from stillframe.cli.arguments import Force, Out, Root
 from stillframe.observe.history import histories, newest

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from stillframe.checkpoint.tiers import read_target
+from stillframe.checkpoint.notes import read_target
 from stillframe.errors import IntegrityError, NotFoundError, VersionError, text_of
 from stillframe.format import names
 from stillframe.format.epochs import Target

@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from stillframe.checkpoint.notes import read_target
 from stillframe.checkpoint.promote import introduce, publish, sweep
 from stillframe.checkpoint.removal import remove_all, set_aside
-from stillframe.checkpoint.tiers import read_target
 from stillframe.errors import BusyError, IntegrityError, NotFoundError, StillframeError, VersionError, text_of
 from stillframe.format import names
 from stillframe.format.epochs import Target, encode_target

@@ -13,7 +13,6 @@ from stillframe.link import messages
 from stillframe.link.messages import KeeperConfig
 from stillframe.store.activity import Activity, WatchedCalls
 from stillframe.store.address import is_url
-from stillframe.store.objects import open_objects
 from stillframe.store.posix import PosixStore
 from stillframe.store.protocol import Store
 from stillframe.tiers import TierConfig
@@ -41,6 +40,8 @@ def main(*, sock: int, trainer: int, build: str, **given: Any) -> int:
     if any(map(is_url, [config.root, *(tier.root for tier in config.tiers)])):
         os.environ.setdefault("TOKIO_WORKER_THREADS", _REQUEST_THREADS)
     if is_url(config.root):
+        from stillframe.store.objects import open_objects
+
         store = open_objects(config.root, config.storage_options, activity)
     else:
         store = PosixStore(config.root, spare=names.spare(config.rank), calls=WatchedCalls(activity))

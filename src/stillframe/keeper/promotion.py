@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from stillframe.checkpoint.catalog import Catalog
 from stillframe.errors import StillframeError
@@ -12,13 +13,13 @@ from stillframe.format.epochs import TierNotes, encode_tiers
 from stillframe.format.events import Event
 from stillframe.keeper.carrying import CarryingNote
 from stillframe.keeper.epochs import CurrentEpoch
-from stillframe.keeper.follower import Follower
-from stillframe.keeper.leader import Leader
-from stillframe.keeper.mover import Mover
 from stillframe.keeper.terms import COORDINATOR, Terms
 from stillframe.link.messages import TierFailed, TierNews
 from stillframe.model import SaveId
 from stillframe.tiers import TierConfig
+
+if TYPE_CHECKING:  # most keepers have no tiers, and are there some milliseconds earlier without these
+    from stillframe.keeper.mover import Mover
 
 
 class Promotion:
@@ -46,6 +47,9 @@ class Promotion:
             return is_shared or save.step <= epoch.agreed_step
 
         def mover(number: int) -> Mover:
+            from stillframe.keeper.follower import Follower
+            from stillframe.keeper.leader import Leader
+
             others = [each for each in tiers if each is not tiers[number]]
             given = (
                 number, configs[number], Catalog(terms.store), tiers[number], rank, terms.world_size,

@@ -6,8 +6,9 @@ import os
 from dataclasses import dataclass
 from typing import Literal
 
+from stillframe.checkpoint.notes import read_tiers
 from stillframe.checkpoint.survey import Step, Survey, survey
-from stillframe.checkpoint.tiers import Held, TierView, do_not_count, look_at_tiers, read_tiers
+from stillframe.checkpoint.tiers import Held, TierView, do_not_count, look_at_tiers
 from stillframe.model import SaveId
 from stillframe.observe.history import histories
 from stillframe.observe.tiers import Standing, standings

@@ -7,8 +7,8 @@ import time
 from dataclasses import dataclass
 
 from stillframe.checkpoint.events import event_files
+from stillframe.checkpoint.notes import read_tiers
 from stillframe.checkpoint.survey import Survey, survey
-from stillframe.checkpoint.tiers import read_tiers
 from stillframe.errors import StorageError
 from stillframe.format.events import InFlight, Save, decode_lines
 from stillframe.observe.history import RankHistory, in_order, newest

@@ -6,6 +6,13 @@ import os
 from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
+from stillframe.errors import ConfigError
+
+AGAIN: Final = "retry_timeout"
+"""The option that says how long a server is asked again that does not answer, in seconds."""
+_WRITE_AGAIN_S, _READ_AGAIN_S = 300.0, 30.0
+"""By default: a keeper, and anybody else."""
+
 
 class Cloud(NamedTuple):
     """One kind of object store."""
@@ -54,3 +61,11 @@ def endpoint_of(url: str, options: Mapping[str, Any]) -> str:
         if name.lower() in cloud.endpoint_options:
             return str(value)
     return next(filter(None, map(os.environ.get, cloud.endpoint_variables)), "")
+
+
+def again_s(options: Mapping[str, Any] | None, is_patient: bool = False) -> float:
+    """So long a server is asked again.  Raises :class:`ConfigError`."""
+    given = (options or {}).get(AGAIN, _WRITE_AGAIN_S if is_patient else _READ_AGAIN_S)
+    if isinstance(given, bool) or not isinstance(given, int | float) or not 0 < given < 86400:
+        raise ConfigError(f"storage_options[{AGAIN!r}]={given!r}: give a number of seconds")
+    return float(given)

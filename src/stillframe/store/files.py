@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -151,6 +150,8 @@ def _remove(partial: Path) -> None:
 @contextlib.contextmanager
 def scratch_directory(prefix: str) -> Iterator[str]:
     """An empty directory where the system keeps such things; it goes when the block ends."""
+    import tempfile  # loads much else, and a keeper needs none of it
+
     with tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True) as directory:
         yield directory
 

@@ -30,9 +30,9 @@ import msgspec
 from stillframe.errors import StillframeError, StorageError
 from stillframe.store.activity import Activity
 from stillframe.store.address import without_secrets
-from stillframe.store.clouds import endpoint_of
+from stillframe.store.clouds import again_s, endpoint_of
 from stillframe.store.protocol import PARTIAL, Capabilities, Data, Info, Missing, NotOurs, check_key, check_new_key
-from stillframe.store.server import Server, again_s, open_backend
+from stillframe.store.server import Server, open_backend
 from stillframe.untrusted import decode_json
 
 if TYPE_CHECKING:

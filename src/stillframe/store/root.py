@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import secrets
 import stat
 import threading
 from collections.abc import Iterator, Sequence
@@ -224,4 +223,4 @@ class Root:
 
 
 def partial_name(name: str) -> str:
-    return f"{name}.{secrets.token_hex(4)}{PARTIAL}"
+    return f"{name}.{os.urandom(4).hex()}{PARTIAL}"

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 from stillframe.errors import ConfigError, StorageError
 from stillframe.store.activity import Activity
 from stillframe.store.answers import first_line, is_denied, is_unanswered, trouble
-from stillframe.store.clouds import cloud_of, endpoint_of
+from stillframe.store.clouds import AGAIN, again_s, cloud_of, endpoint_of
 from stillframe.store.profile import with_profile
 from stillframe.store.protocol import Data, Missing
 from stillframe.waits import Wait, waited
@@ -27,10 +27,6 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 _INSTALL = "install it with: pip install 'stillframe[objects]'"
-_WRITE_AGAIN_S, _READ_AGAIN_S = 300.0, 30.0
-"""So long a keeper, and anybody else, asks a server again that does not answer, or says that it cannot just now."""
-_AGAIN = "retry_timeout"
-"""The option that says otherwise, in seconds."""
 _RETRIES = 1000
 _REQUEST_S = "120s"
 """Of one request; a part has 16 MiB."""
@@ -64,7 +60,7 @@ def open_backend(url: str, options: Mapping[str, Any] | None, is_patient: bool =
     given = dict(options or {})
     for name in filter(_PLACES.fullmatch, given):
         raise ConfigError(f"storage_options[{name!r}]: the {cloud_of(url).place} is named by the URL, {url}")
-    given.pop(_AGAIN, None)
+    given.pop(AGAIN, None)
     client = {name: given.pop(name) for name in [*given] if name in _CLIENT_OPTIONS}
     client.setdefault("timeout", _REQUEST_S)
     retry = {
@@ -84,14 +80,6 @@ def open_backend(url: str, options: Mapping[str, Any] | None, is_patient: bool =
         is_nobody = "Account must be specified" in str(error)
         advice = "account_name in storage_options=, or AZURE_STORAGE_ACCOUNT_NAME in the environment, names it"
         raise ConfigError(f"{url}: {first_line(error)}; {advice if is_nobody else 'see storage_options='}") from None
-
-
-def again_s(options: Mapping[str, Any] | None, is_patient: bool = False) -> float:
-    """So long a server is asked again.  Raises :class:`ConfigError`."""
-    given = (options or {}).get(_AGAIN, _WRITE_AGAIN_S if is_patient else _READ_AGAIN_S)
-    if isinstance(given, bool) or not isinstance(given, int | float) or not 0 < given < 86400:
-        raise ConfigError(f"storage_options[{_AGAIN!r}]={given!r}: give a number of seconds")
-    return float(given)
 
 
 def _check_process(url: str) -> None:

@@ -324,8 +324,14 @@ def sweep(target: Catalog, save: SaveId) -> None:
     directory = names.step_dir(save)
     with contextlib.suppress(StorageError):
         listed = target.store.list(directory)
-        if left := [f"{directory}/{name}" for name in listed if names.is_unfinished(name)]:
+        if left := [f"{directory}/{name}" for name in listed if _is_over(name)]:
             target.store.delete(left)
+
+
+def _is_over(name: str) -> bool:
+    """Whether nobody needs a file any more once all parts are there."""
+    file = names.parse_rank_file(name)
+    return names.is_unfinished(name) or (file is not None and file.kind in ("failure", "progress"))
 
 
 def _check_not_aside(target: Catalog, save: SaveId) -> None:

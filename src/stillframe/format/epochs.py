@@ -76,6 +76,8 @@ class Target(Record, frozen=True):
     """What comes next."""
     considered: SaveId | None = None
     """The newest save of which it was known by then whether it is carried."""
+    stalled: tuple[int, ...] = ()
+    """Ranks whose parts nobody gets on with: whoever has one of them carries it."""
 
 
 class TierNote(Record, frozen=True):

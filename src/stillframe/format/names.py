@@ -15,6 +15,7 @@
       rank-00003.safetensors                   a rank's segment
       seal-00003.json                          its seal
       failure-00003.json                       its word that it will not seal
+      progress-00003.json                      in a tier: how far its part is carried
       manifest.json                            the commit
       aside.json, aside-00003.json             a tombstone: of all, or of one rank in a root that ranks do not share
       pin.json                                 retention leaves it alone
@@ -40,14 +41,14 @@ TIERS = "run/tiers.json"
 MAX_EPOCH = 9_999_999
 MAX_ATTEMPT = 9_999
 
-Kind = Literal["segment", "seal", "failure", "aside"]
+Kind = Literal["segment", "seal", "failure", "progress", "aside"]
 
 _UNFINISHED = r"\.[0-9a-f]{8}\.partial"
 """What a store adds to a name while its file is written."""
 _STEP = re.compile(r"step-(\d{12})-e(\d{4,7})-([1-9]\d{0,3})", re.ASCII)
 _EPOCH = re.compile(r"e(\d{4,7})", re.ASCII)
 _RANK_FILE = re.compile(
-    rf"(?:rank-(\d{{5}})\.safetensors|(seal|failure|aside)-(\d{{5}})\.json)({_UNFINISHED})?", re.ASCII
+    rf"(?:rank-(\d{{5}})\.safetensors|(seal|failure|progress|aside)-(\d{{5}})\.json)({_UNFINISHED})?", re.ASCII
 )
 _RUN_FILE = re.compile(rf"rank-(\d{{5}})\.(lock|spare)({_UNFINISHED})?", re.ASCII)
 _SAVE_FILE = re.compile(rf"(manifest|aside|pin|label)\.json({_UNFINISHED})?", re.ASCII)
@@ -99,6 +100,10 @@ def failure(rank: int) -> str:
     return f"failure-{rank:05d}.json"
 
 
+def progress(rank: int) -> str:
+    return f"progress-{rank:05d}.json"
+
+
 def aside(rank: int | None = None) -> str:
     return "aside.json" if rank is None else f"aside-{rank:05d}.json"
 
@@ -107,7 +112,7 @@ def parse_rank_file(name: str) -> RankFile | None:
     found = _RANK_FILE.fullmatch(name)
     if found is None:
         return None
-    kinds: dict[str, Kind] = {"seal": "seal", "failure": "failure", "aside": "aside"}
+    kinds: dict[str, Kind] = {"seal": "seal", "failure": "failure", "progress": "progress", "aside": "aside"}
     return RankFile(int(found[1] or found[3]), kinds[found[2]] if found[2] else "segment", found[4] is not None)
 
 

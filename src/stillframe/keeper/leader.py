@@ -14,12 +14,17 @@ from stillframe.errors import BusyError, IntegrityError, NotFoundError, Stillfra
 from stillframe.format import names
 from stillframe.format.epochs import Target, encode_target
 from stillframe.keeper.mover import Mover
+from stillframe.keeper.progress import Signs
 from stillframe.keeper.retention import Pruner
-from stillframe.model import SaveId
+from stillframe.model import CHUNK_BYTES, SaveId
 from stillframe.retention import decode_policy
 
+_PATIENCE_S = 30.0
+"""So long a part of which no sign comes is left to the keeper whose rank it is; then whoever has it carries it."""
 _GIVE_UP_S = 120.0
-"""So long a part that a rank says it cannot carry is waited for: another may turn out to have it."""
+"""So long a part that nobody gets on with is waited for: another may turn out to have it."""
+_CHUNKS = 3
+"""A limit may be so low that the time for so many chunks is longer."""
 
 
 class Leader(Mover):
@@ -35,6 +40,9 @@ class Leader(Mover):
         self._due_s = 0.0
         """The unix time of the last save that was due by time."""
         self._missing: list[int] = []
+        self._signs = Signs(self._tier.store)
+        slowest_s = _CHUNKS * CHUNK_BYTES / self._config.bytes_per_s if self._config.bytes_per_s else 0.0
+        self._patience_s, self._give_up_s = max(_PATIENCE_S, slowest_s), max(_GIVE_UP_S, 4 * slowest_s)
         self._said: Target | None = None
 
     def _is_due(self, before: int, step: int) -> bool:
@@ -122,7 +130,8 @@ class Leader(Mover):
             if self._waiting == chosen:
                 self._waiting = None
             self._left = None, None
-            self._target, self._missing = chosen, []
+            self._target, self._missing, self._stalled = chosen, [], set()
+            self._signs.begin()
             self._since_s = self._moved_s = time.monotonic()
             self._tell()
         self.on_turn()
@@ -131,10 +140,12 @@ class Leader(Mover):
     def _say(self) -> None:
         """Tell the other ranks, unless they have been told.  By time, they learn from this alone what is due."""
         with self._changed:
-            word = Target(self._run_name, self._target, self._waiting, self._considered)
+            word = Target(self._run_name, self._target, self._waiting, self._considered, tuple(sorted(self._stalled)))
         said = self._said
         is_news = (
-            said is None or word.save != said.save or (self._config.every_s and word.considered != said.considered)
+            said is None
+            or (word.save, word.stalled) != (said.save, said.stalled)
+            or (self._config.every_s and word.considered != said.considered)
         )
         if self._world_size > 1 and is_news:
             self._tier.store.put(names.TARGET, encode_target(word), durable=False)
@@ -154,20 +165,27 @@ class Leader(Mover):
         return later[0] if later and all(self._is_harmless(self._tier, each) for each in later) else own
 
     def _wait_for(self, target: SaveId, epoch: int, missing: list[int]) -> None:
-        """Other ranks carry still.  Give up a target whose part a rank lacks, unless somebody else has it."""
+        """Other ranks carry still.  Give up a target whose part nobody gets on with, unless nothing else waits."""
         if missing != self._missing:
             self._missing, self._moved_s = missing, time.monotonic()
-        listed = map(names.parse_rank_file, self._tier.store.list(names.step_dir(target)))
-        failed = {file.rank for file in listed if file is not None and file.kind == "failure"} & set(missing)
-        if failed and time.monotonic() - self._since_s > _GIVE_UP_S:
+        listed = [file for file in map(names.parse_rank_file, self._tier.store.list(names.step_dir(target))) if file]
+        self._signs.look(target, missing, {file.rank for file in listed if file.kind == "progress"})
+        if self._signs.last_s(missing) > self._moved_s:
+            with self._changed:
+                self._moved_s, self._moves = self._signs.last_s(missing), self._moves + 1
+                self._tell()
+        failed = {file.rank for file in listed if file.kind == "failure"} & set(missing)
+        if failed and time.monotonic() - max(self._since_s, self._signs.last_s(failed)) > self._give_up_s:
             self._give_up(target, epoch, NotFoundError(f"rank {min(failed)} does not have its part any more"))
-        elif time.monotonic() - self._moved_s > _GIVE_UP_S and self._waiting is not None:
+        elif time.monotonic() - self._moved_s > self._give_up_s and self._waiting is not None:
             self._give_up(target, epoch, NotFoundError(f"the part of rank {missing[0]} has not come"))
+        else:
+            self._stalled = set(self._signs.stalled(missing, self._since_s, self._patience_s))
 
     def _give_up(self, target: SaveId, epoch: int, why: StillframeError) -> None:
         """No other attempt would help; what was carried of it goes."""
         with self._changed:
-            self._target, self._sent_bytes = None, 0
+            self._target, self._sent_bytes, self._stalled = None, 0, set()
             self._tell()
         self._complain(f"{target} is not carried to {self._tier.root}", why)
         self._say()

@@ -18,7 +18,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
 from stillframe.checkpoint import epochs
-from stillframe.checkpoint.catalog import Catalog
+from stillframe.checkpoint.catalog import Catalog, Checkpoint
 from stillframe.checkpoint.promote import Pace, carry_part
 from stillframe.checkpoint.removal import superseded
 from stillframe.errors import (
@@ -34,6 +34,7 @@ from stillframe.errors import (
 )
 from stillframe.format import events, names
 from stillframe.keeper.commit_loop import or_die
+from stillframe.keeper.progress import Sign
 from stillframe.keeper.terms import COORDINATOR
 from stillframe.link.messages import TierFailed, TierNews
 from stillframe.model import SaveId
@@ -42,8 +43,6 @@ from stillframe.tiers import TierConfig
 _FIRST_S, _LONGEST_S, _SLOWER = 0.05, 2.0, 1.5
 """Pauses between two looks at what the other ranks have carried."""
 _RETRY_S, _LONGEST_RETRY_S = 1.0, 60.0
-_PATIENCE_S = 30.0
-"""So long a part is left to the keeper whose rank it is; then whoever has it carries it."""
 _LEAVE_S, _LEAVE_TROUBLE_S = 30.0, 5.0
 """So long a keeper that could go waits for other ranks that do not get on, and for a tier that fails."""
 _IDLE_S = 10.0
@@ -103,8 +102,12 @@ class Mover(ABC):
         """When the target was first seen."""
         self._moved_s = 0.0
         """When something was last carried."""
+        self._moves = 0
         self._committed: SaveId | None = None
         self._carried_bytes = self._total_bytes = self._sent_bytes = 0
+        self._sign = Sign(tier.store)
+        self._stalled: set[int] = set()
+        """Ranks whose parts of the target this keeper carries, too, if it has them."""
         self._failures = 0
         self._trouble = ""
         self._troubled_s = 0.0
@@ -249,27 +252,33 @@ class Mover(ABC):
         return False
 
     def _carry_from(self, source: Catalog, target: SaveId) -> None:
-        is_late = time.monotonic() - self._since_s > _PATIENCE_S
         own_seal = names.key(target, names.seal(self._rank))
         # Often asked: one small request, where a listing of a thousand ranks would be three.
-        if self._world_size > 1 and not is_late and self._tier.store.head(own_seal) is not None:
+        if self._world_size > 1 and not self._stalled and self._tier.store.head(own_seal) is not None:
             return
         listed = map(names.parse_rank_file, self._tier.store.list(names.step_dir(target)))
         there = {file.rank for file in listed if file is not None and file.kind == "seal" and not file.is_partial}
         with source.open_save(target) as checkpoint:
-            own = [rank for rank in checkpoint.ranks if is_late or rank % self._world_size == self._rank]
+            own = [rank for rank in checkpoint.ranks if rank % self._world_size == self._rank or rank in self._stalled]
             sizes = {entry.rank: entry.segment_bytes for entry in checkpoint.manifest.ranks}
             if self._rank < checkpoint.world_size and self._rank not in [*own, *there]:
                 raise NotFoundError(f"the part of rank {self._rank} is not in {source.root}")
-            with self._changed:
-                self._carried_bytes, self._total_bytes = 0, sum(sizes[rank] for rank in own)
+            with self._changed:  # what is there is no news: nothing has moved
+                self._carried_bytes = sum(sizes[rank] for rank in own if rank in there)
+                self._total_bytes = sum(sizes[rank] for rank in own)
             for rank in own:
-                if rank in there:
-                    self._count(sizes[rank])
-                else:
-                    self._sent_bytes += carry_part(checkpoint, self._tier, rank, self._pace, self._count)
+                if rank not in there:
+                    self._sent_bytes += self._carry_part(checkpoint, rank)
+
+    def _carry_part(self, checkpoint: Checkpoint, rank: int) -> int:
+        self._sign.begin(checkpoint.save, rank)
+        try:
+            return carry_part(checkpoint, self._tier, rank, self._pace, self._count)
+        finally:
+            self._sign.end()
 
     def _count(self, nbytes: int) -> None:
+        self._sign.count(nbytes)
         with self._changed:
             self._carried_bytes += nbytes
             self._moved_s = time.monotonic()
@@ -351,7 +360,7 @@ class Mover(ABC):
         self._tell_trainer(
             TierNews(
                 self._number, self._committed, self._considered, self._target, self._next, self._carried_bytes,
-                self._total_bytes, self._failures, self._trouble, self._is_over,
+                self._total_bytes, self._failures, self._trouble, self._is_over, self._moves,
             )
         )  # fmt: skip
 

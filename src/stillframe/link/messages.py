@@ -243,6 +243,8 @@ class TierNews(_Message, frozen=True):
     failures: int
     trouble: str
     is_over: bool
+    moves: int = 0
+    """How often other ranks were seen to get on with what is carried, when this one has nothing to do."""
 
 
 class TierFailed(_Message, frozen=True):

@@ -555,14 +555,16 @@ def test_a_tier_that_is_emptied_under_a_run_can_be_resumed_from_again(tmp_path: 
     assert check_whole(tmp_path / "tier") == [2, 3]
 
 
-def test_a_number_that_no_run_can_have_reached_costs_the_tier_and_no_save(tmp_path: Path) -> None:
-    (tmp_path / "tier" / "run" / f"e{names.MAX_EPOCH}").mkdir(parents=True)
+@pytest.mark.parametrize("left", [0, 1])
+def test_a_number_that_no_run_can_have_reached_costs_the_tier_and_no_save(tmp_path: Path, left: int) -> None:
+    (tmp_path / "tier" / "run" / f"e{names.MAX_EPOCH - left}").mkdir(parents=True)
     tier = Tier(tmp_path / "tier")
-    with Checkpointer(tmp_path / "root", tiers=[tier]) as checkpointer:
-        save(checkpointer, 1)
-        with pytest.raises(StorageError, match="nothing is carried"):
-            checkpointer.wait(tier=tier)
-    check(tmp_path / "root", 1)
+    for step in (1, 2):  # also not of a later run
+        with Checkpointer(tmp_path / "root", tiers=[tier]) as checkpointer:
+            save(checkpointer, step)
+            with pytest.raises(StorageError, match="nothing is carried"):
+                checkpointer.wait(tier=tier)
+        check(tmp_path / "root", step)
 
 
 def test_what_was_gone_back_from_does_not_count_in_a_tier_either(tmp_path: Path) -> None:

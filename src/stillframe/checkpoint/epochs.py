@@ -41,6 +41,8 @@ _RECENT = 16
 _TRIES = 100
 _ASK_S = 5.0
 """So long a tier may take to say which epochs it knows."""
+_MOST_IN_TIER = names.MAX_EPOCH // 2
+"""Numbers above it in a tier are not heeded: they would leave too few for the root."""
 _KEPT = 20
 """The files of so many epochs stay, even if nothing that is stored comes from them."""
 
@@ -59,7 +61,7 @@ def next_epoch(catalog: Catalog, tiers: Sequence[Catalog] = ()) -> int:
     for each in asked:
         with contextlib.suppress(StorageError, DeadlineError):
             found = each.get(max(end_s - time.monotonic(), 0.0))
-            free = max(free, found) if found <= names.MAX_EPOCH else free  # no run of ours: it must not end this one
+            free = max(free, found) if found <= _MOST_IN_TIER else free  # no run of ours: it must not end this one
     return free
 
 

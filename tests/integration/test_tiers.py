@@ -91,6 +91,11 @@ def test_a_time_span_counts_from_the_last_one_that_was_carried(tmp_path: Path) -
         for step in (3, 4, 5):
             save(checkpointer, step)
         checkpointer.wait(tier=tier)
+    for step in (6, 7):  # also of a run that does not restore, and saves before it has asked the tier
+        with Checkpointer(tmp_path / "root", tiers=[tier]) as checkpointer:
+            found = save(checkpointer, step)
+            checkpointer.wait(tier=tier)
+            assert found.tiers == {str(tmp_path / "tier"): "not carried"}
     assert check_whole(tmp_path / "tier") == [3]
 
 
@@ -641,6 +646,26 @@ def test_a_restore_from_a_tier_and_steps_left_behind_are_told(tmp_path: Path, ca
     with Checkpointer(tmp_path / "root", tiers=[tier]) as checkpointer:
         assert checkpointer.restore(state(-1)).source == str(tmp_path / "tier")
     assert f"steps 3-4 of {tmp_path / 'root'} do not count" in caplog.text
+
+
+@pytest.mark.parametrize("how", ["restore", "save"])
+def test_who_waits_right_after_a_restart_waits_for_what_was_left_to_be_carried(tmp_path: Path, how: str) -> None:
+    tier, count = Tier(tmp_path / "tier", every=2, limit="1MB/s"), 1_000_000
+    with Checkpointer(tmp_path / "root", tiers=[tier], on_error="warn") as checkpointer:
+        for step in (2, 4):
+            save(checkpointer, step, count)
+        until(lambda: checkpointer.stats().tiers[0].target_step == 4, "it is being carried")
+        kill(spi.keeper_pid(checkpointer) or 0)
+        checkpointer.close(timeout_s=0)
+    assert check_whole(tmp_path / "tier") == [2]
+    with Checkpointer(tmp_path / "root", tiers=[tier]) as checkpointer:
+        checkpointer.wait(tier=tier, timeout_s=0.5)  # nothing has begun: there is nothing to wait for
+        if how == "restore":
+            assert checkpointer.restore(state(-1, count)).step == 4
+        else:
+            save(checkpointer, 5)  # it is not due
+        checkpointer.wait(tier=tier, timeout_s=60)
+        assert check_whole(tmp_path / "tier") == [2, 4]
 
 
 def _away(tier: Path) -> Path:

@@ -62,7 +62,7 @@ class Follower(Mover):
             if said.save != self._target:
                 self._target = None if said.save == self._committed else said.save
                 self._since_s = time.monotonic()
-            self._stalled = set(said.stalled)
+            self._stalled, self._has_looked = set(said.stalled), True
             self._left = None, self._left[1] if self._left[1] == said.waiting else None
             self._tell()
         self.on_turn()

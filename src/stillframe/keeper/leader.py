@@ -36,7 +36,6 @@ class Leader(Mover):
         keep = decode_policy(self._config.keep)
         self._pruner = Pruner(self._tier, keep, 0, True, self._epoch_there, lambda: self.kept)
         self._introduced: set[int] = set()
-        self._has_looked = False
         self._due_s = 0.0
         """The unix time of the last save that was due by time."""
         self._missing: list[int] = []
@@ -100,6 +99,8 @@ class Leader(Mover):
         due_s = self._last_due_s()
         with self._changed:  # no I/O in here: who reports a commit waits for this lock
             self._left = left if left in due else None, None  # it is carried to its end, then the newest
+            if 0 <= self._due_s - due_s < self._config.every_s:  # it was judged before this was known
+                self._waiting, self._due_s = None, due_s
             if newer and not self._is_over and (self._waiting is None or self._waiting < newer[0]):
                 self._waiting = newer[0]
             if self._considered is None and whole:

@@ -104,6 +104,8 @@ class Mover(ABC):
         """When something was last carried."""
         self._moves = 0
         self._committed: SaveId | None = None
+        self._has_looked = False
+        """What is left to be carried is known."""
         self._carried_bytes = self._total_bytes = self._sent_bytes = 0
         self._sign = Sign(tier.store)
         self._stalled: set[int] = set()
@@ -361,6 +363,7 @@ class Mover(ABC):
             TierNews(
                 self._number, self._committed, self._considered, self._target, self._next, self._carried_bytes,
                 self._total_bytes, self._failures, self._trouble, self._is_over, self._moves,
+                self._has_looked,
             )
         )  # fmt: skip
 

@@ -245,6 +245,8 @@ class TierNews(_Message, frozen=True):
     is_over: bool
     moves: int = 0
     """How often other ranks were seen to get on with what is carried, when this one has nothing to do."""
+    is_known: bool = False
+    """Whether what earlier keepers have left to be carried is known by now."""
 
 
 class TierFailed(_Message, frozen=True):

@@ -81,6 +81,7 @@ class Epochs:
         """The epoch goes on from this checkpoint.  Put down with the first save: who only looks leaves no trace."""
         self._parent, self._is_parent_known = save, True
         self._keeper.resume(save)
+        self._keeper.tiers.has_begun = self._group.rank > 0 or self._keeper.agreed_epoch > 0  # 0: it cannot be written
         self._steps.enter(save)
 
     def keep_on(self) -> None:

@@ -47,6 +47,8 @@ class TierBook:
         """When something has last changed."""
         self._committed = [deque[SaveId](maxlen=_REMEMBERED) for _ in tiers]
         self._considered = [deque[SaveId](maxlen=_REMEMBERED) for _ in tiers]
+        self.has_begun = False
+        """The run has restored: what an earlier one has left to be carried is carried on."""
         self._heard_s: dict[SaveId, float] = {}
         """When each save was first heard to be committed in the root."""
 
@@ -146,9 +148,12 @@ class TierBook:
         raise DeadlineError(f"step {save.step} is not committed in {root}{self._why(number)}")
 
     def wait_idle(self, tier: TierName, timeout_s: float | None) -> None:
-        """Until what is committed and due is committed in the tier.  Raises: as :meth:`wait_for`."""
+        """Until what is committed and due is committed in the tier, also what an earlier run has left.
+
+        Raises: as :meth:`wait_for`.
+        """
         number = self._find(tier)
-        if not self._wait(number, lambda: self._is_settled(number), timeout_s):
+        if not self._wait(number, lambda: self._is_settled(number) and self._is_known(number), timeout_s):
             raise DeadlineError(f"{self._stats[number].root} is behind{self._why(number)}")
         self._raise_if_over(number)
 
@@ -178,6 +183,11 @@ class TierBook:
         stats, last = self._stats[number], self._saves.last_committed
         return stats.is_over or (stats.is_idle and (last is None or self._is_decided(_id(last), number)))
 
+    def _is_known(self, number: int) -> bool:
+        """Whether nothing can be left of an earlier run that was not told of."""
+        news, has_begun = self._news[number], self.has_begun or self._saves.last_committed is not None
+        return not has_begun or (news is not None and (news.is_known or news.is_over))
+
     def _raise_if_over(self, number: int) -> None:
         stats = self._stats[number]
         if stats.is_over:
@@ -189,8 +199,10 @@ class TierBook:
 
     def _doing(self, number: int) -> str:
         stats = self._stats[number]
+        if stats.target_step is None and stats.waiting_step is None:
+            return "" if self._is_known(number) else "it is not known yet what is left to be carried there"
         if stats.target_step is None:
-            return f"step {stats.waiting_step} is to be carried there" if stats.waiting_step is not None else ""
+            return f"step {stats.waiting_step} is to be carried there"
         count = (
             f", {format_bytes(stats.carried_bytes)} of {format_bytes(stats.total_bytes)}" if stats.total_bytes else ""
         )

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,9 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 import stillframe
-from stillframe import Catalog, Checkpointer, KeepLast, NotFoundError, StorageError, Tier, spi
+from stillframe import Catalog, Checkpointer, IntegrityError, KeepLast, NotFoundError, StorageError, Tier, spi
 from stillframe.checkpoint.survey import open_checkpoint, survey
+from stillframe.checkpoint.verify import verify
 from stillframe.integrations.dcp import Reader, Writer
 from tests import layout
 from tests.cli.roots import stillframe as cli
@@ -242,8 +244,8 @@ def test_a_stranger_is_an_error_and_no_crash(ceph: Ceph, url: str) -> None:
 # --- as a tier ---------------------------------------------------------------------------------
 
 
-def small(step: int) -> dict[str, Any]:
-    return {"w": torch.full((1_000_000,), float(step)), "step": step}
+def small(step: int, count: int = 1_000_000) -> dict[str, Any]:
+    return {"w": torch.full((count,), float(step)), "step": step}
 
 
 def is_right(state: dict[str, Any], step: int) -> bool:
@@ -309,18 +311,33 @@ def test_as_a_tier_a_server_that_refuses_is_told_once_and_fails_no_save(
 TIERED = """
 import sys, torch
 from stillframe import Checkpointer, KeepLast, Tier, spi
-root, url = sys.argv[1:]
-state = {"w": torch.zeros(1_000_000), "step": 0}
+root, url, count = sys.argv[1:]
+state = {"w": torch.zeros(int(count)), "step": 0}
 checkpointer = Checkpointer(root, keep=KeepLast(2), tiers=[Tier(url, every=2, keep=KeepLast(2))], on_error="warn")
-begin = checkpointer.restore(state).next_step or 1
-print(spi.keeper_pid(checkpointer), flush=True)
-for step in range(begin, 10_000):
+begin = checkpointer.restore(state).step or 0
+assert state["step"] == begin and bool((state["w"] == begin).all())
+print(spi.keeper_pid(checkpointer), begin, flush=True)
+for step in range(begin + 1, 10_000):
     checkpointer.fence()
     state["w"].fill_(step)
     state["step"] = step
     checkpointer.save(step, state).wait()
     print(step, checkpointer.stats().tiers[0].committed_step or 0, flush=True)
 """
+CHUNKS = 5_000_000
+"""Numbers in two chunks: a part is an index and three objects."""
+VICTIMS = {"trainer": (0,), "both": (1, 0), "keeper": (1,)}
+
+
+def check_whole(catalog: Catalog) -> None:
+    """Every checkpoint there, by every byte, beside a keeper that may be carrying and removing."""
+    for save in catalog.committed():
+        try:
+            with catalog.open_save(save) as checkpoint:
+                is_whole = verify(checkpoint).is_whole
+        except (NotFoundError, IntegrityError):
+            is_whole = False
+        assert is_whole or not catalog.is_committed(save), save
 
 
 def torment_tier(ceph: Ceph, url: str, root: Path, rounds: int, seed: int) -> None:
@@ -328,34 +345,40 @@ def torment_tier(ceph: Ceph, url: str, root: Path, rounds: int, seed: int) -> No
     rng = random.Random(seed)
     environment = {**os.environ, **ceph.environment, "PYTHONPATH": str(SOURCE / "src")}
     catalog = Catalog(url, storage_options=ceph.options)
-    carried = 0
+    committed = carried = 0
+    killed = Counter[str]()
     for _ in range(rounds):
         with subprocess.Popen(
-            [sys.executable, "-c", TIERED, root, url], stdout=subprocess.PIPE, text=True, env=environment
+            [sys.executable, "-c", TIERED, root, url, str(CHUNKS)], stdout=subprocess.PIPE, text=True, env=environment
         ) as child:
             assert child.stdout is not None
-            keeper = int(child.stdout.readline())
+            keeper, begin = map(int, child.stdout.readline().split())
+            assert begin >= committed, "a step that was reported is gone"
             time.sleep(rng.uniform(0.1, 1.5))
-            for pid in rng.choice([(child.pid,), (keeper, child.pid), (keeper,)]):
+            whom = rng.choice([*VICTIMS])
+            killed[whom] += 1
+            for each in VICTIMS[whom]:
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+                    os.kill((child.pid, keeper)[each], signal.SIGKILL)
             if child.poll() is None:
                 time.sleep(rng.uniform(0.0, 1.0))
                 child.kill()
             told = [line.split() for line in child.stdout.read().splitlines()]
+        committed = max([begin, *(int(words[0]) for words in told if len(words) == 2)])
         carried = max([carried, *(int(words[1]) for words in told if len(words) == 2)])
-        for save in catalog.committed():
-            assert not catalog.lacks(catalog.manifest(save)) or not catalog.is_committed(save)
+        check_whole(catalog)
         assert (catalog.latest() or 0) >= carried
-    live = small(-1)
+    sys.stdout.write(f"seed {seed}: {dict(killed)}; step {committed} in the root, {carried} in the tier\n")
+    live = small(-1, CHUNKS)
     tier = Tier(url, every=2, keep=KeepLast(1), storage_options=ceph.options)
     with Checkpointer(root, keep=KeepLast(2), tiers=[tier]) as checkpointer:
         found = checkpointer.restore(live).step
         assert found is not None
+        assert found >= committed
         assert is_right(live, found)
         last = found + 2 - found % 2
-        checkpointer.save(last, small(last)).wait(tier=tier, timeout_s=120)
-    live = small(-1)
+        checkpointer.save(last, small(last, CHUNKS)).wait(tier=tier, timeout_s=120)
+    live = small(-1, CHUNKS)
     assert stillframe.restore(url, live, storage_options=ceph.options).step == last
     assert is_right(live, last)
     objects = [each for each in keys(ceph, url) if each.startswith("step-")]

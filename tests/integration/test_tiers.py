@@ -23,6 +23,7 @@ from stillframe.checkpoint.tiers import look_at_tiers
 from stillframe.checkpoint.verify import verify
 from stillframe.format import names
 from stillframe.keeper.retention import Pruner
+from stillframe.model import SaveId
 from stillframe.observe.finishing import finish
 from stillframe.save import capture, tier_book
 from tests import layout
@@ -586,6 +587,36 @@ def test_what_was_gone_back_from_does_not_count_in_a_tier_either(tmp_path: Path)
             checkpointer.rewind(7)
     shutil.rmtree(tmp_path / "root")
     assert stillframe.restore(tmp_path / "root", state(-1), tiers=[tier]).step == 2
+
+
+def test_a_tier_that_is_down_keeps_nobody_from_going_back_to_what_another_has(tmp_path: Path) -> None:
+    near, far = Tier(tmp_path / "near"), Tier(tmp_path / "far")
+    with Checkpointer(tmp_path / "root", keep=KeepLast(1), tiers=[near, far], on_error="warn") as checkpointer:
+        for step in (1, 2, 3):
+            save(checkpointer, step)
+            checkpointer.wait(tier=near)
+            checkpointer.wait(tier=far)
+        _away(tmp_path / "near")
+        checkpointer.rewind(1)
+        assert checkpointer.restore(state(-1)).step == 1
+        with pytest.raises(StorageError, match=r"step 7 was not found, but .*near cannot be looked at"):
+            checkpointer.rewind(7)
+
+
+def test_going_back_goes_by_the_branch_of_the_tiers_as_well(tmp_path: Path) -> None:
+    """The root has lost its step 2 of the branch, and has one that training went back from."""
+    tier = Tier(tmp_path / "tier")
+    with Checkpointer(tmp_path / "root", tiers=[tier]) as checkpointer:
+        for step in (1, 2, 3):
+            save(checkpointer, step).wait(tier=tier)
+        checkpointer.rewind(1)
+        for step in (2, 3):
+            checkpointer.save(step, {**state(step), "step": -step}).wait(tier=tier)
+        shutil.rmtree(tmp_path / "root" / names.step_dir(SaveId(2, 2)))
+        checkpointer.rewind(2)
+        live = state(-1)
+        assert checkpointer.restore(live).source == str(tmp_path / "tier")
+        assert live["step"] == -2
 
 
 def test_what_the_root_has_lost_is_carried_on_from_another_tier(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import secrets
@@ -16,8 +15,7 @@ import msgspec
 from stillframe import version
 from stillframe.checkpoint.catalog import Catalog
 from stillframe.checkpoint.epochs import next_epoch
-from stillframe.checkpoint.promote import check_same_run
-from stillframe.errors import ConfigError, ExistsError, NotFoundError, StorageError
+from stillframe.errors import ConfigError, StorageError
 from stillframe.model import SaveId
 from stillframe.ranks.group import Answer, Group, check_same
 from stillframe.retention import Keep
@@ -135,21 +133,15 @@ class _Chosen(msgspec.Struct, frozen=True):
     save: SaveId
 
 
-def agree_on_step(group: Group, places: Sequence[Catalog], step: int, settle: Callable[[], None]) -> SaveId:
-    """The checkpoint of a step, the same on every rank.  ``settle`` runs before anyone looks.
+def agree_on_step(group: Group, find: Callable[[], SaveId], step: int, settle: Callable[[], None]) -> SaveId:
+    """The checkpoint of a step, the same on every rank.  ``settle`` runs before anyone looks; ``find`` looks.
 
-    ``places``: the root, then its tiers.
-    Raises: :class:`NotFoundError`; :class:`ConfigError` if the ranks differ; :class:`StorageError`.
+    Raises: what they raise; :class:`NotFoundError`; :class:`ConfigError` if the ranks differ; :class:`StorageError`.
     """
 
     def look() -> SaveId:
         settle()
-        for place in places:
-            with contextlib.suppress(NotFoundError, ExistsError):  # ExistsError: a tier of another run
-                if place is not places[0]:
-                    check_same_run(places[0], place)
-                return place.find(step)
-        raise places[0].not_found(step)
+        return find()
 
     def judge(answers: list[Answer]) -> _Chosen:
         _raise_first(answers)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -47,6 +48,8 @@ class Sources:
         self._silent: set[str] = set()
         """Tiers that could not be looked at: nobody waits for them again."""
         self.trouble = ""
+        self._unreached = ""
+        """Of a tier that may hold something of ours."""
 
     @property
     def has_tiers(self) -> bool:
@@ -84,6 +87,8 @@ class Sources:
     def _give_up(self, tier: Catalog, error: StillframeError) -> None:
         self._silent.add(tier.root)
         self.trouble = self.trouble or f"{tier.root} cannot be looked at: {text_of(error)}"
+        if not isinstance(error, ExistsError):  # else it holds nothing of ours
+            self._unreached = self._unreached or f"{tier.root} cannot be looked at: {text_of(error)}"
         logger.warning("%s is not restored from: %s", tier.root, text_of(error))
 
     def off_branch(self) -> list[tuple[Catalog, SaveId]]:
@@ -108,6 +113,22 @@ class Sources:
         for save in sorted(saves - set(skipped), reverse=True):
             if next(self.having(save), None) is not None:
                 yield save
+
+    def find(self, step: int, skipped: Collection[SaveId] = ()) -> SaveId:
+        """The checkpoint of a step: on the branch, or else off it.
+
+        Raises: :class:`NotFoundError`; :class:`StorageError` if a tier that could not be looked at may have it.
+        """
+        found = next(self.seen(step, skipped), None)
+        for catalog in self.reachable if found is None else ():
+            with contextlib.suppress(NotFoundError):
+                off_branch = catalog.find(step)
+                found = found or (None if off_branch in skipped else off_branch)
+        if found is None and self._unreached:
+            raise StorageError(f"step {step} was not found, but {self._unreached}")
+        if found is None:
+            raise self._root.not_found(step)
+        return found
 
     def _tell_left(self, view: View, branch: Branch) -> None:
         """Once: checkpoints of the root that a later epoch in a tier has gone back from."""

@@ -95,10 +95,10 @@ class Epochs:
             self._is_parent_known = False
             self._steps.leave()
 
-    def rewind(self, step: int) -> None:
-        """The epoch goes on from this step, durably.  Blocks; raises."""
+    def rewind(self, step: int, find: Callable[[], SaveId]) -> None:
+        """The epoch goes on from this step, durably.  ``find``: which save that is.  Blocks; raises."""
         try:
-            save = agree_on_step(self._group, [self._catalog, *self._tiers], step, self.beginning())
+            save = agree_on_step(self._group, find, step, self.beginning())
         except BaseException:
             self.keep_on()
             raise

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from stillframe import Catalog, Checkpointer, KeepLast, StillframeError, Tier
+from tests import layout
 from tests.ranks import saying
 
 RANK = int(os.environ["RANK"])
@@ -102,6 +103,32 @@ def part_lost(root: Path) -> None:
         except StillframeError as error:
             say(type(error).__name__)
         train(checkpointer, 3, 4, tier)
+        say("steps", Catalog(root / "tier").steps())
+
+
+def half_carried(root: Path) -> None:
+    """A node is lost when its part of the newest step was in the tier, and that of the other one was not."""
+    tier = Tier(root / "tier", every=2)
+    own = root / f"node{RANK}"
+
+    def open_own() -> Checkpointer:
+        return Checkpointer(own, shared=False, keep=KeepLast(2), tiers=[tier], deadline_s=60)
+
+    with open_own() as checkpointer:
+        train(checkpointer, 1, 4, tier)
+    dist.barrier()
+    if RANK == 1:
+        shutil.rmtree(own)
+        for name in (layout.manifest, layout.segment, layout.seal):  # of rank 0
+            name(root / "tier", 4).unlink()
+        say("steps", Catalog(root / "tier").steps())
+    dist.barrier()
+    live = state(-1)
+    with open_own() as checkpointer:
+        report = checkpointer.restore(live)
+        say("restored", report.step, Path(report.source).name, is_right(live, 4))
+        checkpointer.save(5, state(5)).wait()
+        checkpointer.wait(tier=tier, timeout_s=60)
         say("steps", Catalog(root / "tier").steps())
 
 

@@ -70,8 +70,12 @@ class CurrentEpoch:
 
     @property
     def to_promote_in(self) -> int | None:
-        """As :attr:`number`; of a keeper that was replaced, the one that its predecessor had claimed."""
-        return self.number or self._wanted.number
+        """As :attr:`number`; of a keeper that was replaced, the one that its predecessor had claimed.
+
+        ``None`` while a restore chooses, in a root of this rank's own: which saves are whole is known after it.
+        """
+        is_choosing = bool(self._wanted.sequence) and not self._is_parent_known and self._begun is None
+        return None if is_choosing and self._catalog.rank is not None else self.number or self._wanted.number
 
     @property
     def agreed_step(self) -> int:

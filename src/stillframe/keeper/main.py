@@ -204,6 +204,7 @@ class Keeper:
                 self._answer(message.request, self._enter)
         elif isinstance(message, messages.Resume):
             self._epoch.resume(message.parent, message.is_claimed)
+            self._promotion.wake()
             if message.is_durable:
                 self._answer(message.request, self._put_down)
         elif isinstance(message, messages.Start):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -33,6 +34,22 @@ _PATIENCE_S = 20.0
 """So long a tier may take to say what it holds."""
 
 
+class OwnPart(Catalog):
+    """This rank's part of what was carried to a tier, also of a save that was never committed there.
+
+    Where the ranks do not share their roots, a save is complete when every rank has its part, wherever that is.
+    """
+
+    def __init__(self, tier: Catalog, rank: int) -> None:
+        super().__init__(tier.store, rank)
+        self.tier = tier
+
+    def is_committed(self, save: SaveId) -> bool:
+        if self.store.head(self.tier.aside_key(save)) is not None and not self.tier.is_void(save):
+            return False
+        return super().is_committed(save)
+
+
 class Sources:
     """Thread: the caller's.
 
@@ -42,7 +59,8 @@ class Sources:
 
     def __init__(self, root: Catalog, tiers: Sequence[Catalog], world_size: int) -> None:
         self._root = root
-        self._all = [root, *tiers]
+        self._places = [root, *tiers]
+        self._all = [root, *itertools.chain.from_iterable(map(self._of_tier, tiers))]
         self._world_size = world_size
         self._has_told = False
         self._silent: set[str] = set()
@@ -51,17 +69,20 @@ class Sources:
         self._unreached = ""
         """Of a tier that may hold something of ours."""
 
+    def _of_tier(self, tier: Catalog) -> list[Catalog]:
+        return [tier] if self._root.rank is None else [tier, OwnPart(tier, self._root.rank)]
+
     @property
     def has_tiers(self) -> bool:
-        return len(self._all) > 1
+        return len(self._places) > 1
 
     @property
     def names(self) -> str:
-        return " and ".join(each.root for each in self._all)
+        return " and ".join(each.root for each in self._places)
 
     @property
     def reachable(self) -> list[Catalog]:
-        return [each for each in self._all if each.root not in self._silent]
+        return [each for each in self._places if each.root not in self._silent]
 
     def _views(self) -> Iterator[tuple[Catalog, View]]:
         """Raises what the root raises.  A tier that does not answer holds nobody up for long."""
@@ -150,7 +171,8 @@ class Sources:
             if catalog.root in self._silent:
                 continue
             try:
-                if catalog.is_committed(save) and self._is_enough(catalog, save):
+                is_whole_there = isinstance(catalog, OwnPart) and catalog.tier.is_committed(save)
+                if not is_whole_there and catalog.is_committed(save) and self._is_enough(catalog, save):
                     yield catalog
             except StorageError as error:
                 if catalog is self._root:

@@ -8,7 +8,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import obstore
 import pytest
@@ -62,6 +62,14 @@ def new_url(scheme: str, place: str = PLACE) -> str:
 
 def make_state(fill: float = 0.0) -> dict[str, torch.Tensor]:
     return {"w": torch.full((ITEMS,), fill), "b": torch.full((5,), fill)}
+
+
+def small(step: int, count: int = 1_000_000) -> dict[str, Any]:
+    return {"w": torch.full((count,), float(step)), "step": step}
+
+
+def is_right(state: dict[str, Any], step: int) -> bool:
+    return state["step"] == step and bool((state["w"] == float(step)).all())
 
 
 def keys(server: Server, url: str) -> list[str]:

@@ -119,23 +119,27 @@ def PAUSE() -> None:  # stands for the others of a scene
 class Chaos:
     """At any operation of any run anything may happen; a paused run lets others live, which may be paused in turn."""
 
-    def __init__(self, seed: int, world: World, truth: Truth) -> None:
+    def __init__(self, seed: int, world: World, truth: Truth, has_tier: bool = False) -> None:
         self._chance = random.Random(seed)
+        self._has_tier = has_tier
         self._world, self._truth = world, truth
         self._names = (f"r{number}" for number in range(1000))
         self._lives = 0
         self._rate = self._chance.choice([0.003, 0.01, 0.03])
 
-    def live(self) -> None:
-        """One run of some kind."""
+    def live(self, is_first: bool = True) -> None:
+        """One run of some kind; if others have ended before, perhaps on a node that has lost their root."""
         chance = self._chance
-        acts = [chance.choice(["restore", "restore", "restore back", "rewind back", "save", "prune"])]
+        is_replaced = self._has_tier and not is_first and chance.random() < 0.5
+        first = ["restore"] if is_replaced else ["restore", "restore", "restore back", "rewind back", "save", "prune"]
+        acts = [chance.choice(first)]
         if acts != ["prune"]:  # by hand
             acts += [chance.choice(["save", "save", "save", "rewind back"]) for _ in range(chance.randrange(1, 5))]
         keep = chance.choice([None, KeepLast(1), KeepLast(1), KeepLast(2), KeepEvery(2)])
-        Script(next(self._names), ", ".join(acts), chance.choice([1, 1, 2]), keep, chance.random() < 0.3).live(
-            self._world, self._truth, is_watched=True
-        )
+        Script(
+            next(self._names), ", ".join(acts), chance.choice([1, 1, 2]), keep, chance.random() < 0.3,
+            self._has_tier, is_replaced,
+        ).live(self._world, self._truth, is_watched=True)  # fmt: skip
 
     def event(self, op: Op) -> Event:
         chance = self._chance
@@ -159,16 +163,19 @@ class Chaos:
             self._world.backend.land()
 
 
-def wreak(seed: int, judge: Judge) -> World:
-    """Some lives to which anything may happen.  Raises :class:`~tests.protocol.truth.Broken`."""
-    world = World({}, lands_late=seed % 2 == 1)
+def wreak(seed: int, judge: Judge, has_tier: bool = False) -> World:
+    """Some lives to which anything may happen; with a tier, roots are lost, too.
+
+    Raises :class:`~tests.protocol.truth.Broken`.
+    """
+    world = World({}, lands_late=seed % 2 == 1, has_objects=has_tier and seed % 4 == 3)
     truth = Truth(world)
     judge.watch(world, truth)
-    chaos = Chaos(seed, world, truth)
+    chaos = Chaos(seed, world, truth, has_tier)
     world.at = chaos.event
     with world.clock.installed():
-        for _ in range(3):
-            chaos.live()
+        for number in range(3):
+            chaos.live(is_first=number == 0)
         world.backend.land()
         judge.judge(world, truth)
     return world

@@ -120,8 +120,10 @@ class Truth:
             self.carried_floor = Floor(save)
 
     def lost(self) -> None:
-        """The root, with what only it had."""
+        """The root, with what only it had: the numbers of its epochs and saves, too, may come again."""
         self.floor, self.maybe, self.is_lost = self.carried_floor, None, True
+        for known in (self.choices, self._seen, self.failures, self.removers):
+            known.clear()
 
     def noted(self, process: Process, op: Op) -> None:
         """A change of the store."""

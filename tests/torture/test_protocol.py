@@ -25,11 +25,12 @@ def test_many_more_states_keep_the_promises() -> None:
 
 @pytest.mark.torture
 @pytest.mark.timeout(3600)
-def test_anything_may_happen() -> None:
-    judge, began, lives = new_judge(), time.monotonic(), 400
+@pytest.mark.parametrize(("has_tier", "lives"), [(False, 400), (True, 200)], ids=["alone", "with a tier"])
+def test_anything_may_happen(has_tier: bool, lives: int) -> None:
+    judge, began = new_judge(), time.monotonic()
     for seed in range(10_000, 10_000 + lives):
         try:
-            wreak(seed, judge)
+            wreak(seed, judge, has_tier)
         except Broken as error:
             raise AssertionError(f"seed {seed}: {error}") from error
     took = f"{time.monotonic() - began:.0f} s"

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
 
 import stillframe
 from stillframe.integrations.dcp import Reader, Stager, Writer
+from stillframe.spi import TensorBox
 from tests import layout
 from tests.support import assert_same, until
 
@@ -362,6 +363,13 @@ def test_what_cannot_be_read_says_what_it_is(tmp_path: Path, what: str) -> None:
         expected = ("bytes instead of",)
     reader = Reader(tmp_path, step=7 if what == "other step" else None)
     fails(lambda: dcp.load({"w": torch.zeros(3000)}, storage_reader=reader), *expected)
+
+
+def test_a_tensor_of_which_a_part_is_missing_is_not_loaded(tmp_path: Path) -> None:
+    """DCP plans to read what there is of it, and says nothing of the rest."""
+    with stillframe.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, {"w": TensorBox(torch.ones(2, 3), (4, 3), (1, 0)), "x": torch.ones(2)})
+    fails(lambda: dcp.load({"w": torch.zeros(4, 3)}, storage_reader=Reader(tmp_path)), "only a part of 'w'")
 
 
 def test_ranks_save_together_or_not_at_all(tmp_path: Path) -> None:

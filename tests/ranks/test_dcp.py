@@ -31,6 +31,10 @@ def test_other_numbers_of_ranks_load_it(written: Path, ranks: int) -> None:
     run_ranks(ranks, "dcp_worker.py", written, "read")
 
 
+def test_models_that_are_divided_wrapped_or_compiled_come_back_bit_for_bit_also_in_others(tmp_path: Path) -> None:
+    run_ranks(2, "dcp_models_worker.py", tmp_path)
+
+
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "cases",

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from stillframe.spi import Versions, is_wrapper, scaled_in_forward
-from stillframe.state.torch_internals import local_of, own_parameters
+from stillframe.state.torch_internals import is_sharded_tensor, local_of, own_parameters, with_shards
 
 _Path = tuple[Any, ...]
 _OWNERS = (torch.nn.Module, torch.optim.Optimizer)
@@ -175,7 +175,7 @@ def _deep_copy(_path: _Path, value: Any) -> Any:
 
 def _is_tensor(node: Any) -> bool:
     """One that wraps others is none: it would come back in another form, so whoever stores it decides."""
-    return isinstance(node, torch.Tensor) and not is_wrapper(local_of(node))
+    return isinstance(node, torch.Tensor) and not is_sharded_tensor(node) and not is_wrapper(local_of(node))
 
 
 def _tensors(node: Any, path: _Path) -> Iterator[tuple[_Path, torch.Tensor]]:
@@ -189,13 +189,17 @@ def _tensors(node: Any, path: _Path) -> Iterator[tuple[_Path, torch.Tensor]]:
 def _rebuilt(node: Any, path: _Path, copies: dict[_Path, torch.Tensor], encode: Callable[[_Path, Any], Any]) -> Any:
     if _is_tensor(node):
         return copies.get(path, node)
-    if _is_container(node):
+    if is_sharded_tensor(node) or _is_container(node):
         items = [(key, _rebuilt(item, (*path, key), copies, encode)) for key, item in _items(node)]
+        if is_sharded_tensor(node):
+            return with_shards(node, (tensor for _, tensor in items))
         return type(node)(items) if isinstance(node, dict) else type(node)(item for _, item in items)
     return encode(path, node)
 
 
 def _items(node: Any) -> Iterable[tuple[Any, Any]]:
+    if is_sharded_tensor(node):
+        return enumerate(shard.tensor for shard in node.local_shards())
     if not _is_container(node):
         return ()
     return node.items() if isinstance(node, dict) else enumerate(node)

@@ -36,6 +36,26 @@ def local_of(tensor: Any) -> torch.Tensor:
     return local_tensor(tensor) if is_dtensor(tensor) else tensor
 
 
+def is_sharded_tensor(value: object) -> bool:
+    """FSDP1 still gives them; their class is in a private module, which not every program loads."""
+    module = sys.modules.get("torch.distributed._shard.sharded_tensor")
+    kind = getattr(module, "ShardedTensor", None)
+    return kind is not None and isinstance(value, kind)
+
+
+def with_shards(sharded: Any, tensors: Iterable[torch.Tensor]) -> Any:
+    """The same ShardedTensor with other local tensors: its own constructors want them on the same device, or talk to
+    the other ranks."""
+    kind: Any = type(sharded)
+    metadata = sharded.metadata()
+    names = ("dtype", "layout", "requires_grad", "pin_memory")
+    properties = {name: getattr(metadata.tensor_properties, name) for name in names}
+    made = kind.__new__(kind, sharded.sharding_spec(), metadata.size, **properties)
+    shards = sharded.local_shards()
+    made._local_shards = [type(shard)(each, shard.metadata) for shard, each in zip(shards, tensors, strict=True)]
+    return made
+
+
 def is_marked_parameter(tensor: Any) -> bool:
     """``Parameter(tensor)`` of a subclass, such as a DTensor, keeps the class and puts this mark on it."""
     return bool(getattr(tensor, "_is_param", False))

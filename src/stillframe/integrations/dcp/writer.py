@@ -134,7 +134,8 @@ def _state(plan: SavePlan, planner: SavePlanner, allow_pickle: bool, has_gaps: b
     """
     items: dict[str, list[WriteItem]] = {}
     for item in plan.items:
-        items.setdefault(item.index.fqn, []).append(item)
+        if not _is_nothing(item):
+            items.setdefault(item.index.fqn, []).append(item)
     paths = plan.planner_data if isinstance(plan.planner_data, dict) else {}
     nest = _Nest()
     for name, found in items.items():
@@ -158,6 +159,12 @@ class _Nest(dict[Any, Any]):
         if not items or not all(isinstance(key, int) for key in items):
             return items
         return [items.get(at, ELSEWHERE) for at in range(max(items) + 1 + has_gaps)]
+
+
+def _is_nothing(item: WriteItem) -> bool:
+    """An empty box of a tensor that is not empty: another rank has the rest of it, perhaps as a whole tensor."""
+    data = item.tensor_data
+    return data is not None and 0 in data.chunk.sizes and 0 not in data.size
 
 
 def _tensor(items: list[WriteItem], planner: SavePlanner) -> torch.Tensor | TensorBox:

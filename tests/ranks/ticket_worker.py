@@ -147,6 +147,77 @@ def failure_in_threads(root: Path) -> None:
     expect(root, {1, 3})
 
 
+STAGES = ("set_up_storage_writer", "prepare_local_plan", "prepare_global_plan", "write_data", "finish")
+ON_THE_COORDINATOR = ("prepare_global_plan", "finish")
+
+
+class Breaks(Writer):
+    """Fails on one rank before or after one of its stages."""
+
+    def __init__(self, root: Path, stage: str, rank: int, is_done: bool) -> None:
+        super().__init__(root)
+        self.stage, self.rank, self.is_done = stage, rank, is_done
+
+
+def _breaking(stage: str) -> Callable[..., Any]:
+    def method(self: Breaks, *args: Any, **kwargs: Any) -> Any:
+        breaks = self.stage == stage and self.rank == dist.get_rank()
+        if breaks and not self.is_done:
+            raise RuntimeError("on purpose")
+        done = getattr(Writer, stage)(self, *args, **kwargs)
+        if breaks:
+            raise RuntimeError("on purpose")
+        return done
+
+    return method
+
+
+for _stage in STAGES:
+    setattr(Breaks, _stage, _breaking(_stage))
+
+
+def every_stage(root: Path) -> None:
+    """A writer fails at each stage on each rank, in every way that DCP saves: all are told, the next save is made."""
+    group = dist.new_group()
+    weight = torch.nn.Parameter(torch.zeros(3))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+
+    def plain(found: Any, writer: Writer) -> None:
+        dcp.save(found, storage_writer=writer)
+
+    def thread(found: Any, writer: Writer) -> None:
+        dcp.async_save(found, storage_writer=writer, process_group=group).result(AT_ONCE_S)
+
+    def lazy(found: Any, writer: Writer) -> None:
+        saving = dcp.async_save(found, storage_writer=writer, process_group=group, async_stager=Stager(writer))
+        weight.grad = torch.ones(3)
+        optimizer.step()  # waits for the copy, or for its failure
+        error = saving.upload_completion.exception(AT_ONCE_S)
+        assert error or saving.staging_completion.exception(AT_ONCE_S) is None
+        saving.upload_completion.result()
+
+    for way in (plain, thread, lazy):
+        place, number, good = root / way.__name__, 0, set[float]()
+        doubtful: set[float] = set()
+        """Every rank had sealed it when one failed: the keepers may commit it by themselves."""
+        for stage in STAGES:
+            for rank in (0,) if stage in ON_THE_COORDINATOR else (0, 1):
+                for is_done in (False, True):
+                    began = time.monotonic()
+                    writer = Breaks(place, stage, rank, is_done)
+                    refused(lambda: way(state(number), writer), "on purpose")  # noqa: B023
+                    if (stage, is_done) in (("write_data", True), ("finish", False)):
+                        doubtful.add(number)
+                    if (stage, is_done) == ("finish", True):
+                        good.add(number)
+                    way(state(number + 1), Writer(place))
+                    good.add(number + 1)
+                    number += 2
+                    assert time.monotonic() - began < AT_ONCE_S, (way, stage, rank, is_done)
+        found = {stillframe.load(place, step)["n"] for step in stillframe.Catalog(place).steps()}
+        expect(place, good | (found & doubtful))
+
+
 def cached(root: Path) -> None:
     """Plans from DCP's cache hold what an earlier save put into them."""
 

@@ -11,14 +11,18 @@ from typing import Any
 
 warnings.simplefilter("ignore")
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
+os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
 
 import deepspeed  # noqa: E402
 import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from accelerate import DistributedType, PartialState  # noqa: E402
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments  # noqa: E402
 
 from stillframe import Catalog  # noqa: E402
 from stillframe.integrations import deepspeed as ours  # noqa: E402
 from tests.ranks.saying import say  # noqa: E402
+from tests.support import assert_same  # noqa: E402
 
 logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
 deepspeed.ops.__compatible_ops__.clear()  # compile nothing
@@ -33,8 +37,8 @@ class Stop(TrainerCallback):
         control.should_training_stop = state.global_step >= self.at
 
 
-def trained(out: Path, stage: int, resume: bool, stop: int = STEPS) -> dict[int, float]:
-    """The loss of each step."""
+def trained(out: Path, stage: int, resume: bool, stop: int = STEPS) -> tuple[dict[int, float], dict[str, torch.Tensor]]:
+    """The loss of each step, and the weights at the end."""
     torch.manual_seed(1 + resume)
     settings = {
         "train_micro_batch_size_per_gpu": "auto",
@@ -55,17 +59,23 @@ def trained(out: Path, stage: int, resume: bool, stop: int = STEPS) -> dict[int,
     texts = [torch.randint(32, (8,), generator=numbers) for _ in range(32)]
     data = [{"input_ids": text, "labels": text} for text in texts]
     trainer = Trainer(model=model, args=arguments, train_dataset=data, callbacks=[Stop(stop)])
+    assert trainer.args.world_size == dist.get_world_size()
     trainer.train(resume_from_checkpoint=resume or None)
-    return {int(each["step"]): each["loss"] for each in trainer.state.log_history if "loss" in each}
+    losses = {int(each["step"]): each["loss"] for each in trainer.state.log_history if "loss" in each}
+    with deepspeed.zero.GatheredParameters(list(model.parameters()) if stage == 3 else []):
+        return losses, {name: each.detach().clone() for name, each in model.named_parameters()}
 
 
 def main() -> None:
     root = Path(sys.argv[1])
+    # On a CPU, accelerate takes each rank of DeepSpeed for a run of its own; what it knows of GPUs is right here, too.
+    PartialState._prepare_backend = lambda *_: ("gloo", DistributedType.MULTI_GPU)
     ours.install()
     for stage in map(int, sys.argv[2:]):
-        calm = trained(root / f"calm-{stage}", stage, resume=False)
+        calm, expected = trained(root / f"calm-{stage}", stage, resume=False)
         trained(root / f"hit-{stage}", stage, resume=False, stop=3)
-        hit = trained(root / f"hit-{stage}", stage, resume=True)
+        hit, found = trained(root / f"hit-{stage}", stage, resume=True)
+        assert_same(found, expected)
         assert sorted(calm) == list(range(1, STEPS + 1)), calm
         assert {step: calm[step] for step in hit} == hit, (calm, hit)
         assert min(hit) <= 4, hit

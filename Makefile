@@ -17,7 +17,7 @@ help:
 	@echo "make bench       what it costs, beside every peer that runs here: the short form, ten minutes"
 	@echo "make bench-full  the whole evaluation, every question, every size"
 	@echo "make docs        writes docs/CLI.md from the commands"
-	@echo "make torture     200 random SIGKILLs of a real training run, each resumed and compared; power cuts, replayed"
+	@echo "make torture     200 random SIGKILLs of a real training run, 75 through DCP and DeepSpeed, each resumed and compared; power cuts, replayed"
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 10), "stillframe needs Python 3.10 or newer"'

@@ -30,9 +30,11 @@ def state_of(step: int) -> dict:
 
 
 start = 0
-if stillframe.Catalog(ROOT).latest() is not None:
+newest = [stillframe.Catalog(ROOT).latest()]
+dist.broadcast_object_list(newest)  # rank 0's for all: the keeper of a run just killed may be committing another
+if newest[0] is not None:
     state = state_of(0)
-    dcp.load(state, storage_reader=Reader(ROOT))
+    dcp.load(state, storage_reader=Reader(ROOT, step=newest[0]))
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     start = state["step"]
 

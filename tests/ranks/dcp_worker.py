@@ -1,4 +1,4 @@
-"""Ranks that use torch.distributed.checkpoint on stillframe: ``dcp_worker.py ROOT write|read|train STEP|resume``."""
+"""Ranks that use torch.distributed.checkpoint: ``dcp_worker.py ROOT write|read``, ``train DIE_AT``, ``NAME STEPS``."""
 
 from __future__ import annotations
 
@@ -234,18 +234,19 @@ def read(root: Path) -> None:
         assert (found["n"], found["from 2"].tolist()) == (1, [2, 2, 2])
 
 
-def train(root: Path, die_at: int = -1) -> None:
-    """Save at every step; go on from the newest checkpoint."""
-    until = 8
+def train(root: Path, die_at: int = -1, until: int = 8) -> None:
+    """Save at every step, lazily or not; go on from the newest checkpoint."""
     group = dist.new_group(backend="gloo")
     model, optimizer = build(seed=0)
     at = 0
-    if stillframe.Catalog(root).latest() is not None:
+    newest = [stillframe.Catalog(root).latest()]
+    dist.broadcast_object_list(newest)  # the keeper of a run just killed may commit another at any moment
+    if newest[0] is not None:
         state = state_of(model, optimizer, at=0)
-        dcp.load(state, storage_reader=Reader(root))
+        dcp.load(state, storage_reader=Reader(root, step=newest[0]))
         set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
         at = state["at"]
-        say(f"resumed at {at}")
+    say(f"resumed at {at}")
     writer = Writer(root)
     stager = Stager(writer)
     previous = None
@@ -253,9 +254,14 @@ def train(root: Path, die_at: int = -1) -> None:
         update(model, optimizer, 100 + step)
         if previous is not None and step - at < 3:
             previous.upload_completion.result()  # at least these are committed
-        previous = dcp.async_save(
-            state_of(model, optimizer, at=step + 1), storage_writer=writer, async_stager=stager, process_group=group
-        )
+        state = state_of(model, optimizer, at=step + 1)
+        if step % 4 == 3:
+            if previous is not None:
+                previous.upload_completion.result()
+            previous = dcp.save(state, storage_writer=writer) and None
+        else:
+            previous = dcp.async_save(state, storage_writer=writer, async_stager=stager, process_group=group)
+        say(f"at {step + 1}")
         if step == die_at and dist.get_rank() == dist.get_world_size() - 1:
             os.kill(os.getpid(), signal.SIGKILL)
     if previous is not None:
@@ -278,7 +284,7 @@ def main() -> None:
         train(root / "calm")
         train(root / "hit", die_at=int(sys.argv[3]))
     else:
-        train(root / "hit")
+        train(root / what, until=int(sys.argv[3]))
     dist.destroy_process_group()
 
 

@@ -1,4 +1,4 @@
-"""Real DeepSpeed ranks on stillframe: ``deepspeed_worker.py ROOT CASE …``, each a function of this file."""
+"""Real DeepSpeed ranks on stillframe: ``deepspeed_worker.py ROOT CASE[:ARGUMENT…] …``, each a function of this file."""
 
 from __future__ import annotations
 
@@ -655,34 +655,23 @@ def pipeline(root: Path) -> None:
     other.destroy()
 
 
-def train(root: Path, name: str, die_at: int = -1) -> None:
+def train(root: Path, name: str, die_at: str = "-1", until: str = "8", stage: str = "2") -> None:
     """Save at every step; go on from ``latest``."""
     where = str(root / f"run-{name}")
-    engine = build(config(2, "bf16"))
+    engine = build(config(int(stage), "bf16"))
     path, client = engine.load_checkpoint(where)
     at = 0 if path is None else client["at"]
     say(f"resumed at {at}")
-    for step in range(at, 8):
+    for step in range(at, int(until)):
         update(engine, step)
         engine.save_checkpoint(where, client_state={"at": step + 1})
-        if step == die_at and dist.get_rank() == dist.get_world_size() - 1:
+        say(f"at {step + 1}")
+        if step == int(die_at) and dist.get_rank() == dist.get_world_size() - 1:
             os.kill(os.getpid(), signal.SIGKILL)
     (root / name).mkdir(exist_ok=True)
     torch.save(state_of(engine), root / name / f"{dist.get_rank()}.pt")
     say(f"trained {name}")
     engine.destroy()
-
-
-def calm(root: Path) -> None:
-    train(root, "calm")
-
-
-def hit(root: Path) -> None:
-    train(root, "hit", die_at=5)
-
-
-def resumed(root: Path) -> None:
-    train(root, "hit")
 
 
 def fewer(root: Path) -> None:
@@ -700,7 +689,8 @@ def main() -> None:
     deepspeed.init_distributed("gloo")
     ours.install()
     for case in sys.argv[2:]:
-        globals()[case](root)
+        name, *arguments = case.split(":")
+        globals()[name](root, *arguments)
     dist.destroy_process_group()
 
 

@@ -1,12 +1,13 @@
 """Real ranks for tests: the workers of this directory are real processes that talk through gloo.
 
-:class:`Launch` starts them by torchrun.  :func:`run_ranks` starts workers that need nobody to start them again, in the
+:class:`Launch` starts them by torchrun.  :class:`Ranks` starts workers that need nobody to start them again, in the
 environment that torchrun gives, with a store such as its agent has; they are forked (:mod:`tests.fork_server`), which
 saves the six seconds that three processes take to import torch.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -84,9 +85,7 @@ class Launch:
 
     @property
     def output(self) -> str:
-        # Not seek and read: the children write through the same file position.
-        fd = self._output.fileno()
-        return os.pread(fd, os.fstat(fd).st_size, 0).decode(errors="replace")
+        return _written(self._output.fileno())
 
     def __enter__(self) -> Launch:
         return self
@@ -105,32 +104,62 @@ class Launch:
         self._extensions.close()
 
 
-def run_ranks(ranks: int, worker: str, *args: object, timeout_s: float = LAUNCH_S) -> str:
-    """Run a worker on so many ranks to its end; fails the test, with their output, if one of them failed."""
-    extensions = Extensions()
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
-    env = {**os.environ, **extensions.env, **_environment(ranks, store.port)}
-    with tempfile.TemporaryFile("w+") as file:
+class Ranks:
+    """A worker on so many ranks in the background, forked; none of them outlives the ``with``."""
+
+    def __init__(self, ranks: int, worker: str, *args: object) -> None:
+        self._extensions = Extensions()
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+        self._output = tempfile.TemporaryFile("w+")
+        env = {**os.environ, **self._extensions.env, **_environment(ranks, self._store.port)}
         argv = [str((HERE / worker).resolve()), *map(str, args)]
-        workers: list[Child] = []
-        try:
+        self.workers: list[Child] = []
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._end)
             for rank in map(str, range(ranks)):
                 own = {"RANK": rank, "LOCAL_RANK": rank, "ROLE_RANK": rank}
-                workers.append(Child(argv, {**env, **own}, file.fileno(), file.fileno()))
-            codes = _wait_all(workers, timeout_s)
-        finally:
-            for each in workers:
-                each.send_signal(signal.SIGKILL)
-            for each in workers:
-                each.wait(_END_S)
-            file.seek(0)
-            output = file.read()
-        try:
-            assert not any(codes), f"{codes}: {output[-8000:]}"
-            extensions.keep()
-        finally:
-            extensions.close()
-        return output
+                self.workers.append(Child(argv, {**env, **own}, self._output.fileno(), self._output.fileno()))
+            stack.pop_all()
+
+    @property
+    def output(self) -> str:
+        return _written(self._output.fileno())
+
+    def wait(self, timeout_s: float = LAUNCH_S) -> list[int | None]:
+        """Their exit codes.  As with torchrun, when one has failed the others are ended."""
+        codes = _wait_all(self.workers, timeout_s)
+        if not any(codes):
+            self._extensions.keep()
+        return codes
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._end()
+
+    def _end(self) -> None:
+        for each in self.workers:
+            each.send_signal(signal.SIGKILL)
+        for each in self.workers:
+            each.wait(_END_S)
+        self._output.close()
+        self._extensions.close()
+
+
+def run_ranks(ranks: int, worker: str, *args: object, timeout_s: float = LAUNCH_S) -> str:
+    """Run a worker on so many ranks to its end; fails the test, with their output, if one of them failed."""
+    with Ranks(ranks, worker, *args) as running:
+        codes = running.wait(timeout_s)
+        assert not any(codes), f"{codes}: {running.output[-8000:]}"
+        return running.output
+
+
+def _written(fd: int) -> str:
+    """What is in a file that children write to.  Not seek and read: they write through the same file position."""
+    return os.pread(fd, os.fstat(fd).st_size, 0).decode(errors="replace")
 
 
 def _environment(ranks: int, port: int) -> dict[str, str]:
@@ -146,7 +175,6 @@ def _environment(ranks: int, port: int) -> dict[str, str]:
 
 
 def _wait_all(workers: list[Child], timeout_s: float) -> list[int | None]:
-    """Their exit codes.  As with torchrun, when one has failed the others are ended."""
     end_s = time.monotonic() + timeout_s
     while True:
         codes = [each.poll() for each in workers]

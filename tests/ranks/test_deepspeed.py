@@ -32,11 +32,11 @@ def test_the_trainer_of_transformers_saves_rotates_and_resumes(tmp_path: Path) -
 
 @pytest.mark.timeout(300)
 def test_a_killed_run_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
-    with Launch(2, "deepspeed_worker.py", tmp_path, "way_in", "calm", "hit") as launch:
+    with Launch(2, "deepspeed_worker.py", tmp_path, "way_in", "train:calm", "train:hit:5") as launch:
         output = launch.wait(200)
         assert launch.process.returncode != 0, output
         assert "trained calm" in output, output
-    output = run_ranks(2, "deepspeed_worker.py", tmp_path, "resumed")
+    output = run_ranks(2, "deepspeed_worker.py", tmp_path, "train:hit")
     assert "resumed at 6" in output or "resumed at 5" in output, output
     for rank in range(2):
         calm, hit = ((tmp_path / name / f"{rank}.pt").read_bytes() for name in ("calm", "hit"))

@@ -1,6 +1,6 @@
 """The roots that integrations have open for saving: DCP makes a writer, DeepSpeed names a directory, for every save.
 
-For each save one rank decides (:func:`admit`): it opens the root, or finds it open, and issues a ticket.  Whoever
+For each save one rank decides (:func:`admitting`): it opens the root, or finds it open, and issues a ticket.  Whoever
 brings the ranks together carries that to the others, which come in by it (:meth:`Admission.enter`).  So ranks never
 wait for one another here, whatever roots each has open, and whichever of them fails.
 """
@@ -201,14 +201,6 @@ def admitting(
         yield [Admission(path, opened.run.name, ticket, rank, world_size) for rank in range(world_size)]
     finally:
         _leave(opened)
-
-
-def admit(
-    root: str | os.PathLike[str], world_size: int, how: How, *, step: int | None = None, least: int = 0
-) -> list[Admission]:
-    """As :func:`admitting`, where only one save at a time is made in this process."""
-    with admitting(root, world_size, how, step=step, least=least) as admissions:
-        return admissions
 
 
 def _enter(path: str, run: str | None, seat: tuple[int, int], how: How) -> OpenRoot:

@@ -11,7 +11,7 @@ import functools
 import pickle
 import types
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -31,6 +31,15 @@ class Pickled:
         self.data, self.kind = data, kind
 
 
+def mapped(node: Any, leaf: Callable[[_Path, Any], Any], path: _Path = ()) -> Any:
+    """The same nesting of dicts, lists and tuples, with what ``leaf`` makes of each other value and its path."""
+    if type(node) in (dict, OrderedDict):
+        return type(node)((key, mapped(item, leaf, (*path, key))) for key, item in node.items())
+    if type(node) in (list, tuple):
+        return type(node)(mapped(item, leaf, (*path, at)) for at, item in enumerate(node))
+    return leaf(path, node)
+
+
 def to_leaf(path: _Path, value: Any, allow_pickle: bool, how: str) -> Any:
     """What is stored for a value.  ``how`` tells the user, in an error, how to allow pickle.
 
@@ -42,13 +51,12 @@ def to_leaf(path: _Path, value: Any, allow_pickle: bool, how: str) -> Any:
 def to_leaves(node: Any, allow_pickle: bool, how: str, path: _Path = ()) -> Any:
     """The same nesting, with :class:`Pickled` for what only pickle can hold; nothing else is copied.  Raises as
     ``to_leaf``."""
-    if type(node) in _PLAIN or isinstance(node, torch.Tensor):
-        return node
-    if type(node) in (dict, OrderedDict):
-        return type(node)((key, to_leaves(item, allow_pickle, how, (*path, key))) for key, item in node.items())
-    if type(node) in (list, tuple):
-        return type(node)(to_leaves(item, allow_pickle, how, (*path, at)) for at, item in enumerate(node))
-    return node if storable(node) else _pickled(path, node, allow_pickle, how)
+
+    def leaf(path: _Path, value: Any) -> Any:
+        is_fine = type(value) in _PLAIN or isinstance(value, torch.Tensor) or storable(value)
+        return value if is_fine else _pickled(path, value, allow_pickle, how)
+
+    return mapped(node, leaf, path)
 
 
 def _pickled(path: _Path, value: Any, allow_pickle: bool, how: str) -> Pickled:
@@ -63,18 +71,15 @@ def _pickled(path: _Path, value: Any, allow_pickle: bool, how: str) -> Pickled:
 
 def from_leaves(node: Any, device: torch.device, allow_pickle: bool, how: str, path: _Path = ()) -> Any:
     """The same nesting, with every :class:`Pickled` unpickled and all tensors on ``device``.  Raises as ``to_leaf``."""
-    if isinstance(node, torch.Tensor):
-        return node.to(device)
-    if isinstance(node, dict):
-        items = [(key, from_leaves(item, device, allow_pickle, how, (*path, key))) for key, item in node.items()]
-        return type(node)(items)
-    if type(node) in (list, tuple):
-        return type(node)(from_leaves(item, device, allow_pickle, how, (*path, at)) for at, item in enumerate(node))
-    if not isinstance(node, Pickled):
-        return node
-    if not allow_pickle:
-        raise UnsupportedStateError(f"{_text(path)} is a {node.kind} that was pickled: to run its code, {how}")
-    return pickle.loads(node.data)
+
+    def leaf(path: _Path, value: Any) -> Any:
+        if isinstance(value, Pickled) and not allow_pickle:
+            raise UnsupportedStateError(f"{_text(path)} is a {value.kind} that was pickled: to run its code, {how}")
+        if isinstance(value, Pickled):
+            return pickle.loads(value.data)
+        return value.to(device) if isinstance(value, torch.Tensor) else value
+
+    return mapped(node, leaf, path)
 
 
 def read_pickled_file(path: str, map_location: Any, allow_pickle: bool, how: str) -> Any:

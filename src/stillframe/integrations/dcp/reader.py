@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from stillframe.errors import ConfigError, FormatError, StateError, UnsupportedStateError
 from stillframe.integrations.dcp.place import Opaque, PathLike, Place, id_of
 from stillframe.integrations.open_roots import seat
-from stillframe.integrations.pickled import from_leaves
+from stillframe.integrations.pickled import from_leaves, mapped
 from stillframe.spi import BoxReader
 from stillframe.state.torch_internals import flatten_state_dict
 from stillframe.store import files, is_url
@@ -147,15 +147,15 @@ class Described(dict[str, Any]):
 
 def _filled(node: Any, reader: BoxReader) -> Any:
     """The same nesting; its tensors, which are without data in the outline, get theirs when ``reader`` reads."""
-    if isinstance(node, torch.Tensor) and node.is_meta:
-        into = torch.empty(node.shape, dtype=node.dtype)
-        reader.want(node, (0,) * node.dim(), into)
+
+    def leaf(_path: Any, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or not value.is_meta:
+            return value
+        into = torch.empty(value.shape, dtype=value.dtype)
+        reader.want(value, (0,) * value.dim(), into)
         return into
-    if isinstance(node, dict):
-        return type(node)((key, _filled(item, reader)) for key, item in node.items())
-    if type(node) in (list, tuple):
-        return type(node)(_filled(item, reader) for item in node)
-    return node
+
+    return mapped(node, leaf)
 
 
 def _as_bytes(name: str, value: Any, planner: LoadPlanner) -> io.BytesIO:

@@ -94,12 +94,11 @@ class Round:
             self.give_up(_ended())
 
 
-def begin_round(how: How, *, lets_go: bool) -> Round:
+def begin_round(how: How, *, lets_go: bool) -> None:
     """A save of DCP begins on this thread.  ``lets_go``: the root is closed at its end."""
     end_round()
     end_left_rounds()
     _thread.round = Round(how, lets_go)
-    return this_round()
 
 
 def end_round() -> None:

@@ -5,7 +5,6 @@ DCP's thread takes the staged state, plans (a collective), and only then calls t
 
 from __future__ import annotations
 
-import enum
 import threading
 from concurrent.futures import Future
 from typing import Any
@@ -72,15 +71,6 @@ class LiveDict(dict[str, Any]):
         )
 
 
-class _Copy(enum.Enum):
-    """How far the copy of a lazy save is.  Updates are held back until it is copied, or has failed."""
-
-    AWAITED = enum.auto()
-    """DCP has not called the writer yet."""
-    DONE = enum.auto()
-    FAILED = enum.auto()
-
-
 class Staging(Future[dict[str, Any]]):
     """One lazy save, as the future that DCP wants from a stager: it is told of the copy, done or failed.
 
@@ -97,7 +87,8 @@ class Staging(Future[dict[str, Any]]):
         self._live = live
         self.versions = versions_of(dict(live))
         """From now on nothing may change, though the save is requested later."""
-        self._copy = _Copy.AWAITED
+        self.is_over = False
+        """It is copied, or the copy has failed: updates are not held back any more."""
         self._before = list(_under_way)
         self._ended = threading.Event()
         _under_way.add(self._ended)
@@ -120,10 +111,6 @@ class Staging(Future[dict[str, Any]]):
         """Always False: DCP would take True for success.  It learns the outcome from a callback."""
         return False
 
-    @property
-    def is_over(self) -> bool:
-        return self._copy is not _Copy.AWAITED
-
     def requested(self, save: Save) -> None:
         """The writer has requested the save.  Blocks until it is staged; raises if it will not be."""
         self._release()  # from here on the fence of its root knows of the save
@@ -132,13 +119,13 @@ class Staging(Future[dict[str, Any]]):
         except BaseException as error:
             self.failed(error)
             raise
-        self._copy = _Copy.DONE
+        self.is_over = True
         self.set_result({})
 
     def failed(self, error: BaseException) -> None:
         self._release()
         if not self.is_over:
-            self._copy = _Copy.FAILED
+            self.is_over = True
             self.set_exception(error)
 
     def ended(self) -> None:

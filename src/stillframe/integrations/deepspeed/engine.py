@@ -14,9 +14,9 @@ import torch.distributed as dist
 import stillframe
 from stillframe import spi
 from stillframe.errors import ConfigError, ExistsError, NotFoundError, StateError, StillframeError
-from stillframe.integrations.deepspeed.files import write_object
+from stillframe.integrations.deepspeed.export import write_object
 from stillframe.integrations.deepspeed.pointers import FILES, RUN, content_of, read
-from stillframe.integrations.open_roots import How, OpenRoot, admit, fence, live_state, seat, settle_root
+from stillframe.integrations.open_roots import How, OpenRoot, admitting, fence, live_state, seat, settle_root
 from stillframe.integrations.pickled import to_leaf
 from stillframe.store import directory_address
 from stillframe.store.files import is_taken, kind_of
@@ -80,18 +80,18 @@ class CheckpointEngine:
         rank, world_size = seat()
         directory = os.path.abspath(os.path.join(info.save_dir, info.tag))
 
-        def begin() -> tuple[Any, int]:
-            self._tell_failure()
-            self._check_tag(info.tag, directory)
-            least = _number(info.tag)
-            admitted = admit(info.save_dir, world_size, self._how, least=least) if rank == 0 else None
-            return admitted, len(files)
-
-        said = _together(begin)
-        admission = said[0][0][rank]
-        total = sum(count for _, count in said)
-        label = spi.Label(info.tag, tuple(files), content_of(admission.run), bool(info.save_latest), total)
         with contextlib.ExitStack() as stack:
+
+            def begin() -> tuple[Any, int]:
+                self._tell_failure()
+                self._check_tag(info.tag, directory)
+                admitted = admitting(info.save_dir, world_size, self._how, least=_number(info.tag))
+                return stack.enter_context(admitted) if rank == 0 else None, len(files)
+
+            said = _together(begin)
+            admission = said[0][0][rank]
+            total = sum(count for _, count in said)
+            label = spi.Label(info.tag, tuple(files), content_of(admission.run), bool(info.save_latest), total)
 
             def prepare() -> Any:
                 self._root = stack.enter_context(admission.enter(info.save_dir, self._how))

@@ -1,13 +1,14 @@
-"""From a checkpoint of stillframe to DeepSpeed's own files."""
+"""DeepSpeed's own files, written by ``torch.save``: each appears whole and durable, or not at all."""
 
 from __future__ import annotations
 
-import functools
 import os
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from stillframe.errors import NotFoundError
-from stillframe.integrations.deepspeed.files import write_objects, write_text
 from stillframe.integrations.deepspeed.pointers import read
 from stillframe.integrations.pickled import register_deepspeed_types
 from stillframe.store import directory_address, files
@@ -33,8 +34,15 @@ def export(
     names = [name for name in files.names_in(directory) if name.endswith(".pt")] if is_there else []
     if not names:
         raise NotFoundError(f"{directory} is no tag of a checkpoint")
-    how = "give allow_pickle=True"
-    contents = {name: functools.partial(read, str(directory / name), None, allow_pickle, how) for name in names}
-    write_objects(Path(to, tag), contents)
-    write_text(Path(to, "latest"), tag)
+    with files.publishing(Path(to, tag)) as partial:
+        files.make_directory(partial)
+        for name in names:
+            torch.save(read(str(directory / name), None, allow_pickle, "give allow_pickle=True"), partial / name)
+    files.write_file(Path(to, "latest"), tag.encode(), is_forced=True)
     return tag
+
+
+def write_object(path: str, value: Any) -> None:
+    """One file, in the place of what was there; raises :class:`StorageError`."""
+    with files.replacing(Path(path)) as partial:
+        torch.save(value, partial)

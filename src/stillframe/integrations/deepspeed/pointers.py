@@ -43,16 +43,12 @@ def content() -> Any:
     file = frame.f_locals["f"] if frame else None
     path = file if isinstance(file, str | os.PathLike) else getattr(file, "name", None)
     if frame is None or not isinstance(path, str | os.PathLike) or not (file is path or files.is_open_at(file, path)):
-        raise _unknown()
+        raise FormatError(
+            "this file belongs to a checkpoint of stillframe, which cannot tell where it is: give torch.load its path, "
+            "or write DeepSpeed's own files with stillframe.integrations.deepspeed.export(save_dir, tag, to)"
+        )
     register_deepspeed_types()
     return read(os.fspath(path), frame.f_locals["map_location"], allow_pickle=True, how="")  # it is unpickling already
-
-
-def _unknown() -> FormatError:
-    return FormatError(
-        "this file belongs to a checkpoint of stillframe, which cannot tell where it is: give torch.load its path, or "
-        "write DeepSpeed's own files with stillframe.integrations.deepspeed.export(save_dir, tag, to)"
-    )
 
 
 def _archive() -> bytes:

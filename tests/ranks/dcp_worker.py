@@ -179,6 +179,15 @@ def write(root: Path) -> None:
     for one, two in zip(new["sharded"].local_shards(), pieces(whole).local_shards(), strict=True):
         assert_same(one.tensor, two.tensor)
     assert_same(stillframe.load(root / "pieces")["sharded"], whole)
+    sharded = pieces(whole + 1)  # nobody owns its memory: lazily, it is copied at once
+    where = Writer(root / "pieces")
+    response = dcp.async_save(
+        {"sharded": sharded}, storage_writer=where, async_stager=Stager(where), process_group=group
+    )
+    for shard in sharded.local_shards():
+        shard.tensor.zero_()
+    response.upload_completion.result()
+    assert_same(stillframe.load(root / "pieces")["sharded"], whole + 1)
 
     # A DTensor where DCP hands over rank 0's part only is refused: it would come back as every rank's.
     sharded = next(model.parameters())

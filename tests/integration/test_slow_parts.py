@@ -9,8 +9,8 @@ import pytest
 from torch._C._distributed_c10d import HashStore
 
 from stillframe import Catalog
+from stillframe.checkpoint.notes import read_target
 from stillframe.checkpoint.promote import Pace, carry_part, introduce, promote, sweep
-from stillframe.checkpoint.tiers import read_target
 from stillframe.format import names
 from stillframe.format.epochs import Target, encode_target
 from stillframe.keeper import follower, leader, mover, progress

@@ -122,7 +122,7 @@ class Mutator:
         path = rng.choices(among, [self._weights[each] for each in among])[0]
         try:
             done = self._forge(rng, path) if is_forged else self._damage(rng, path)
-        except RecursionError:  # nested deeper than json itself can write
+        except (RecursionError, MemoryError):  # nested deeper than json itself can write, or grown by several changes
             self.take_back()
             done, is_forged = self._damage(rng, path), False
         return f"{path.relative_to(self._root)}: {done}", is_forged

@@ -25,7 +25,6 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.markup import escape
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
@@ -36,7 +35,7 @@ from demo import show
 from demo.gpt import GPT
 from demo.ranks_train import SIZES, make_state, rank_fingerprint, unseen_loss
 from demo.record import Record, Started, Step, fingerprint
-from demo.trainer import Trainer, TrainerFailed
+from demo.trainer import Trainer, run_demo
 
 import stillframe
 from stillframe.units import format_bytes
@@ -236,17 +235,5 @@ def demo(console: Console) -> int:
     return 0 if is_equal else 1
 
 
-def main() -> int:
-    console = Console()
-    try:
-        return demo(console)
-    except KeyboardInterrupt:
-        console.print("\nstopped; the training processes are ended")
-        return 130
-    except TrainerFailed as error:
-        console.print("[bold red]failed[/]:", escape(str(error)), soft_wrap=True, highlight=False)
-        return 1
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_demo(demo))

@@ -17,14 +17,13 @@ import time
 from pathlib import Path
 
 from rich.console import Console
-from rich.markup import escape
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a script, from anywhere
 
 from demo import show, timeline
 from demo.load import OtherLoad
 from demo.record import Record, Step, fingerprint
-from demo.trainer import Trainer, TrainerFailed
+from demo.trainer import Trainer, run_demo
 
 import stillframe
 
@@ -102,17 +101,5 @@ def demo(console: Console) -> int:
     return 0 if is_equal else 1
 
 
-def main() -> int:
-    console = Console()
-    try:
-        return demo(console)
-    except KeyboardInterrupt:
-        console.print("\nstopped; the training processes are ended")
-        return 130
-    except TrainerFailed as error:
-        console.print("[bold red]failed[/]:", escape(str(error)), soft_wrap=True, highlight=False)
-        return 1
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_demo(demo))

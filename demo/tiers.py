@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a 
 from demo import show
 from demo.record import Record, Started, Step
 from demo.tiers_train import KEPT, SHARED_EVERY, STORE_EVERY
-from demo.trainer import Trainer, TrainerFailed
+from demo.trainer import Trainer, run_demo
 
 from stillframe import Catalog
 from stillframe.checkpoint.verify import verify_save
@@ -265,23 +265,15 @@ def object_store() -> Iterator[ObjectStore]:
         store.stop()
 
 
-def main() -> int:
-    console = Console()
+def main(console: Console) -> int:
     for number in (signal.SIGTERM, signal.SIGHUP):  # the server must not be left behind
         signal.signal(number, lambda number, _: sys.exit(128 + number))
     began_s = time.monotonic()
-    try:
-        with object_store() as store:
-            code = demo(console, store)
-        console.print(f"in {time.monotonic() - began_s:.0f} s", highlight=False)
-        return code
-    except KeyboardInterrupt:
-        console.print("\nstopped; the training processes are ended")
-        return 130
-    except TrainerFailed as error:
-        console.print("[bold red]failed[/]:", escape(str(error)), soft_wrap=True, highlight=False)
-        return 1
+    with object_store() as store:
+        code = demo(console, store)
+    console.print(f"in {time.monotonic() - began_s:.0f} s", highlight=False)
+    return code
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_demo(main))

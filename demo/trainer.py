@@ -9,12 +9,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 
 import msgspec
 from demo.record import Record, Started, Step
+from rich.console import Console
+from rich.markup import escape
 
 _COMMAND = (sys.executable, str(Path(__file__).resolve().parent / "train.py"))
 _LINE = msgspec.json.Decoder(Started | Step)
@@ -30,6 +32,19 @@ _ENVIRONMENT = {
 
 class TrainerFailed(Exception):
     """It ended by itself, and badly."""
+
+
+def run_demo(demo: Callable[[Console], int]) -> int:
+    """Show it on the terminal.  Returns the exit code."""
+    console = Console()
+    try:
+        return demo(console)
+    except KeyboardInterrupt:
+        console.print("\nstopped; the training processes are ended")
+        return 130
+    except TrainerFailed as error:
+        console.print("[bold red]failed[/]:", escape(str(error)), soft_wrap=True, highlight=False)
+        return 1
 
 
 class Trainer:

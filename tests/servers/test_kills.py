@@ -64,7 +64,7 @@ def torment(ceph: Ceph, url: str, root: Path, rounds: int, seed: int) -> None:
     catalog = Catalog(url, storage_options=ceph.options)
     committed = carried = 0
     killed = Counter[str]()
-    for _ in range(rounds):
+    for number in range(rounds):
         with subprocess.Popen(
             [sys.executable, "-c", TIERED, root, url, str(CHUNKS)], stdout=subprocess.PIPE, text=True, env=environment
         ) as child:
@@ -72,7 +72,7 @@ def torment(ceph: Ceph, url: str, root: Path, rounds: int, seed: int) -> None:
             keeper, begin = map(int, child.stdout.readline().split())
             assert begin >= committed, "a step that was reported is gone"
             time.sleep(rng.uniform(0.1, 1.5))
-            whom = rng.choice([*VICTIMS])
+            whom = [*VICTIMS][number % len(VICTIMS)]
             killed[whom] += 1
             for each in VICTIMS[whom]:
                 with contextlib.suppress(ProcessLookupError):

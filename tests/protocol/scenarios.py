@@ -131,7 +131,9 @@ class Chaos:
         """One run of some kind; if others have ended before, perhaps on a node that has lost their root."""
         chance = self._chance
         is_replaced = self._has_tier and not is_first and chance.random() < 0.5
-        first = ["restore"] if is_replaced else ["restore", "restore", "restore back", "rewind back", "save", "prune"]
+        first = ["restore", "restore", "restore back", "rewind back", "save", "prune"]
+        if is_replaced or self._truth.is_lost:  # one that does not ask the tier goes on from nothing
+            first = ["restore"]
         acts = [chance.choice(first)]
         if acts != ["prune"]:  # by hand
             acts += [chance.choice(["save", "save", "save", "rewind back"]) for _ in range(chance.randrange(1, 5))]

@@ -136,8 +136,7 @@ def remove_rank_files(catalog: Catalog, save: SaveId, rank: int, *more: str) -> 
 
     ``more``: names of other files of the save that go first.
     """
-    own = *more, names.seal(rank), names.segment(rank), names.failure(rank)
-    catalog.store.delete([names.key(save, name) for name in own])
+    _delete(catalog, save, [*more, names.seal(rank), names.segment(rank), names.failure(rank)])
 
 
 def has_rank_files(catalog: Catalog, save: SaveId) -> bool:
@@ -155,10 +154,20 @@ def remove_all(catalog: Catalog, save: SaveId, keeps_tombstone: bool | None = No
     found = [name for name in _files(catalog, save) if name != names.aside(catalog.rank)]
     labels.remove(catalog, save)
     if found:
-        found.sort(key=lambda name: name != names.MANIFEST)
-        catalog.store.delete([names.key(save, name) for name in found])
+        _delete(catalog, save, found)
     if not (catalog.store.caps.lands_late if keeps_tombstone is None else keeps_tombstone):
         catalog.store.delete([catalog.aside_key(save), f"{names.step_dir(save)}/"])
+
+
+def _delete(catalog: Catalog, save: SaveId, found: Iterable[str]) -> None:
+    """The manifest first: what lacks a file is not published, even if a later epoch finds the tombstone void.
+
+    A file system removes in the order it is given.  A server is asked twice: of one request it may do any part.
+    """
+    ordered = sorted(found, key=lambda name: name != names.MANIFEST)
+    if catalog.store.caps.lands_late and names.MANIFEST in ordered:
+        catalog.store.delete([names.key(save, ordered.pop(0))])
+    catalog.store.delete([names.key(save, name) for name in ordered])
 
 
 def _files(catalog: Catalog, save: SaveId) -> Iterable[str]:

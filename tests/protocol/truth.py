@@ -85,6 +85,12 @@ class Truth:
     def chose(self, epoch: int, chosen: SaveId | None, is_asked_for: bool) -> None:
         """After the epoch was claimed.  ``is_asked_for``: it is not the newest, but the one that was wanted."""
         self.choices[epoch] = chosen
+        carried = self.carried_floor.save if self.carried_floor else None
+        is_same_step = chosen and carried and (chosen.step, chosen.epoch) == (carried.step, carried.epoch)
+        if is_same_step and chosen != carried:
+            # The tier has another attempt at this step.  If the root is lost now, that one does not count: a restore
+            # raises, and names it (docs/FAILURES.md).
+            self.carried_floor = None
         catalog = Catalog(self.world.reader(self.world.backend))
         self._seen[epoch] = {save for save in catalog.look().saves if catalog.is_committed(save)}
         if is_asked_for and chosen is not None:

@@ -240,7 +240,7 @@ def test_memory_that_is_given_back_before_the_copy_fails_the_save_and_not_the_pr
     bench: Bench, shape: tuple[int, ...], left: int
 ) -> None:
     """As loops do that move a model away: ``resize_`` moves no version.  Small tensors are copied several at a time."""
-    tensors = [torch.ones(shape), torch.ones(shape)] if left == 0 else [torch.ones(shape)]
+    tensors = [torch.ones(shape), torch.ones(shape)]
     save = bench.save({f"{left} of {shape}": tensors})  # another state each time: what is new at each save is captured
     tensors[0].untyped_storage().resize_(left)
     bench.gate.set()

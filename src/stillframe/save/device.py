@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import operator
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -136,10 +137,11 @@ class HostDevice:
 
 def _check_there(sources: Sequence[torch.Tensor]) -> None:
     """Raises :class:`StateError` if ``storage.resize_()`` has given memory back: reading it would kill the process."""
-    storages = map(torch.Tensor.untyped_storage, sources)
-    if not all(map(torch.UntypedStorage.nbytes, storages)) or (
-        len(sources) == 1 and byte_extent(sources[0])[1] > sources[0].untyped_storage().nbytes()
-    ):
+    ends: Iterable[int] = [byte_extent(sources[0])[1]]
+    if len(sources) > 1:  # then all are rows of bytes
+        ends = map(operator.add, map(torch.Tensor.storage_offset, sources), map(torch.Tensor.numel, sources))
+    sizes = map(torch.UntypedStorage.nbytes, map(torch.Tensor.untyped_storage, sources))
+    if not all(map(operator.le, ends, sizes)):
         raise StateError(
             "a tensor's storage was resized after save() and before the copy was made: call checkpointer.fence() first"
         )

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
+import socket
 from pathlib import Path
 
 import pytest
+import torch
 
-from stillframe import Catalog, load
+from stillframe import Catalog, Checkpointer, load
 from tests.layout import leftovers
 from tests.ranks.launch import run_ranks
+from tests.support import start_child
 
 WORKER = "agree_worker.py"
 
@@ -190,3 +193,28 @@ def test_the_environment_variables_are_enough(tmp_path: Path) -> None:
         assert said[rank, "only_environment"] == [f"restored 1 [{float(rank)}] {{'number': {rank}}}"]
     assert load(tmp_path / "only_environment", rank=1)["rank"] == {"number": 1}
     assert not leftovers(tmp_path / "only_environment")
+
+
+_ALONE = """
+import os, sys, time
+root, rank, port, done = sys.argv[1:]
+os.environ |= {"RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+import torch, stillframe
+state = {"w": torch.zeros(4)}
+print(stillframe.restore(root, state, deadline_s=60).step, state["w"].sum().item(), flush=True)
+open(f"{done}-{rank}", "w").close()
+while not all(os.path.exists(f"{done}-{each}") for each in (0, 1)):
+    time.sleep(0.02)
+"""
+
+
+def test_who_only_reads_needs_no_process_group(tmp_path: Path) -> None:
+    """Rank 0 serves the store, also when it has restored and the other has not."""
+    with Checkpointer(tmp_path / "root", rank=0, world_size=1) as checkpointer:
+        checkpointer.save(1, {"w": torch.ones(4)})
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    children = [start_child(_ALONE, tmp_path / "root", rank, port, tmp_path / "done") for rank in (0, 1)]
+    for child in children:
+        out, err = child.communicate(timeout=100)
+        assert out == "1 4.0\n", err

@@ -381,4 +381,9 @@ def _store(rank: int, world_size: int, is_initialized: bool, deadline_s: float) 
             f"rank {rank} of {world_size} could not reach the others at {os.environ['MASTER_ADDR']}:"
             f"{os.environ['MASTER_PORT']} within {deadline_s:g} s: {error}"
         ) from error
+    _kept[os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]] = store
     return PrefixStore("stillframe", store)
+
+
+_kept: dict[tuple[str, str], Any] = {}
+"""Rank 0 serves the store as long as somebody in its process has it: others may still ask when its group is gone."""

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
+from torch.distributed.checkpoint.planner import LoadPlan
 
 import stillframe
 from stillframe.integrations.dcp import Reader, Stager, Writer
@@ -198,6 +199,24 @@ def test_a_reader_holds_nothing_open_when_a_load_fails(tmp_path: Path) -> None:
     for _ in range(5):
         fails(lambda: dcp.load({"v": torch.zeros(3)}, storage_reader=reader), "v")
     assert len(os.listdir("/proc/self/fd")) <= before + 5
+
+
+def test_ranks_that_see_two_saves_of_one_step_are_told(tmp_path: Path) -> None:
+    """One looks before a run goes back and saves the step again, the other after it."""
+    state = {"w": torch.zeros(8)}
+    plans = []
+    with stillframe.Checkpointer(tmp_path) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, state).wait()
+        for _ in range(2):
+            reader = Reader(tmp_path, step=2)
+            reader.read_metadata()
+            plans.append(reader.prepare_local_plan(LoadPlan([])))
+            checkpointer.rewind(1)
+            checkpointer.save(2, state).wait()
+    assert reader.prepare_global_plan([plans[0]] * 2) == [plans[0]] * 2
+    with pytest.raises(stillframe.StateError, match=r"different checkpoints in .*, 2-e1-1, 2-e2-1: load again"):
+        reader.prepare_global_plan(plans)
 
 
 def test_a_lazy_save_of_what_cannot_be_stored_says_so_in_both_futures(tmp_path: Path) -> None:

@@ -90,12 +90,12 @@ class Reader(Place, StorageReader):
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         assert self._reader is not None
-        return dataclasses.replace(plan, storage_data=self._reader.step)
+        return dataclasses.replace(plan, storage_data=id_of(self._reader.save))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        steps = sorted({plan.storage_data for plan in plans})
-        if len(steps) > 1:
-            raise StateError(f"ranks see different newest steps in {self.path}, {steps}: load again, or give a step")
+        seen = sorted({plan.storage_data for plan in plans})
+        if len(seen) > 1:  # also of one step: a run may have gone back, and saved it again
+            raise StateError(f"ranks see different checkpoints in {self.path}, {', '.join(seen)}: load again")
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> torch.futures.Future[None]:

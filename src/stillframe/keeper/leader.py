@@ -34,7 +34,7 @@ class Leader(Mover):
         super().__init__(*arguments)
         self._is_whole = is_whole
         keep = decode_policy(self._config.keep)
-        self._pruner = Pruner(self._tier, keep, 0, True, self._epoch_there, lambda: self.kept)
+        self._pruner = Pruner(self._tier, keep, 0, True, self._epoch_there, lambda: self.kept, is_tier=True)
         self._introduced: set[int] = set()
         self._due_s = 0.0
         """The unix time of the last save that was due by time."""
@@ -83,7 +83,8 @@ class Leader(Mover):
     def _look(self) -> None:
         """What an earlier keeper, or run, has left to be done."""
         view, there = self._source.look(), self._tier.look()
-        ours = [save for save in there.saves if view.branch.epoch is None or view.branch.has(save)]
+        branch = there.branch if view.branch.epoch is None else view.branch  # the root may be lost
+        ours = [save for save in there.saves if branch.has(save)]
         self._committed = next((save for save in sorted(ours, reverse=True) if self._tier.is_committed(save)), None)
         said = read_target(self._tier)
         target, waiting = self._left

@@ -41,7 +41,8 @@ class Pruner:
     """Thread: one at a time, under the keeper's tidying lock.
 
     ``epoch``: that this keeper saves in, if it is known.  ``is_alone``: no other rank has files in these saves.
-    ``kept``: what must stay for now, whatever the policy says.
+    ``kept``: what must stay for now, whatever the policy says.  ``is_tier``: a keeper of an earlier run may be about to
+    publish what is removed here, and only the tombstone tells it: that stays for a day.
     """
 
     def __init__(
@@ -52,8 +53,10 @@ class Pruner:
         is_alone: bool,
         epoch: Callable[[], int | None],
         kept: Callable[[], set[SaveId]] = set,
+        is_tier: bool = False,
     ) -> None:
         self._kept = kept
+        self._is_tier = is_tier
         self._catalog = catalog
         self._keep = keep
         self._rank = rank
@@ -130,7 +133,7 @@ class Pruner:
         """What is left of checkpoints when every rank has removed its files, or should have long ago."""
         for save, since_s in list(self._left.items()):
             if time.monotonic() - since_s > _OVERDUE_S or not has_rank_files(self._catalog, save):
-                remove_all(self._catalog, save)
+                remove_all(self._catalog, save, self._keeps_tombstones)
                 del self._left[save]
 
     def prune(self, newest: SaveId | None = None, complete_step: int = -1) -> None:
@@ -245,7 +248,7 @@ class Pruner:
             labels.remove(self._catalog, save)
             remove_rank_files(self._catalog, save, self._rank, names.MANIFEST)
         else:
-            remove_all(self._catalog, save)
+            remove_all(self._catalog, save, self._keeps_tombstones)
 
     def forget(self, save: SaveId) -> None:
         """Somebody has removed or quarantined it: what is known of it does not hold any more."""
@@ -265,14 +268,14 @@ class Pruner:
             return
         elif aside.was_committed and aside.epoch != epoch and not self._is_over(aside) and self._is_whole(save):
             return  # whoever set it aside may only be paused, and may yet withdraw that
-        is_over = aside is not None and (self._is_over(aside) or (aside.was_committed and not self._lands_late))
+        is_over = aside is not None and (self._is_over(aside) or (aside.was_committed and not self._keeps_tombstones))
         remove_all(self._catalog, save, keeps_tombstone=not is_over)
         if not is_over:
             self._tombstones.add(save)
 
     @property
-    def _lands_late(self) -> bool:
-        return self._catalog.store.caps.lands_late
+    def _keeps_tombstones(self) -> bool:
+        return self._is_tier or self._catalog.store.caps.lands_late
 
     def _is_whole(self, save: SaveId) -> bool:
         """Its manifest is still there, so nothing of it has been removed."""

@@ -9,6 +9,7 @@ import pytest
 from torch._C._distributed_c10d import HashStore
 
 from stillframe import Catalog
+from stillframe.checkpoint.epochs import claim_number
 from stillframe.checkpoint.notes import read_target
 from stillframe.checkpoint.promote import Pace, carry_part, introduce, promote, sweep
 from stillframe.format import names
@@ -70,14 +71,14 @@ def lead(root: Path, tier: Path, told: Told, limit: str | None = None) -> Rank0:
     return Rank0(*given, is_whole=lambda _save: True)
 
 
-def follow(root: Path, tier: Path) -> Rank1:
+def follow(root: Path, tier: Path, run: str = RUN) -> Rank1:
     (config,) = check_tiers([Tier(tier)], str(root))
     told = Told()
-    return Rank1(0, config, Catalog(root), Catalog(tier), 1, 2, RUN, lambda: 1, told.append, told.append, told.append)
+    return Rank1(0, config, Catalog(root), Catalog(tier), 1, 2, run, lambda: 1, told.append, told.append, told.append)
 
 
-def say(tier: Path, target: SaveId, stalled: tuple[int, ...]) -> None:
-    Catalog(tier).store.put(names.TARGET, encode_target(Target(RUN, target, stalled=stalled)))
+def say(tier: Path, target: SaveId, stalled: tuple[int, ...], run: str = RUN) -> None:
+    Catalog(tier).store.put(names.TARGET, encode_target(Target(run, target, stalled=stalled)))
 
 
 def parts_in(tier: Path, save: SaveId) -> list[str]:
@@ -190,3 +191,29 @@ def test_signs_that_are_left_go_when_all_parts_are_there(pair: Path, tmp_path: P
     assert promote(Catalog(pair), tier, target) == []
     assert sorted(tier.store.list(names.step_dir(target))) == sorted(Catalog(pair).store.list(names.step_dir(target)))
     sweep(tier, target)
+
+
+def test_runs_that_were_killed_between_the_save_and_this_one_have_not_taken_over(
+    pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The save is of the first run; the second was killed when it had begun in the tier; the third one carries on."""
+    Clock(monkeypatch)
+    place, target = tmp_path / "tier", Catalog(pair).find(SMALL)
+    tier = Catalog(place)
+    introduce(Catalog(pair), tier, 1)
+    claim_number(tier, "second", 0, 2)
+    say(place, target, (), "third")
+    rank1 = follow(pair, place, "third")
+    assert rank1.attempt()
+    promote(Catalog(pair), tier, target)
+    assert rank1.attempt()  # the claim of its own run is not seen yet
+    assert (rank1.kept, rank1._committed, rank1._is_over) == ({target}, None, False)
+    claim_number(tier, "third", 0, 3)
+    assert not rank1.attempt()
+    assert (rank1.kept, rank1._committed, rank1._is_over) == (set(), target, False)
+    claim_number(tier, "fourth", 0, 4)
+    later = Catalog(pair).find(LARGE)
+    promote(Catalog(pair), tier, later)
+    say(place, later, (), "third")
+    assert not rank1.attempt()
+    assert (rank1._committed, rank1._is_over) == (target, True)

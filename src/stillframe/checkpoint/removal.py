@@ -24,6 +24,7 @@ from stillframe.store.protocol import Missing, NotOurs, read_all
 PINNED = "it is pinned"
 READ = "somebody is reading it"
 QUARANTINED = "it is quarantined"
+COMMITTED = "it has become a checkpoint meanwhile"
 UNSETTLED = "another run has begun to remove it, and may yet leave it"
 TOMBSTONE_S = 24 * 3600.0
 """So long a tombstone is left alone by others: whoever put it may only be paused, and then withdraws it."""
@@ -46,6 +47,7 @@ def remove(catalog: Catalog, save: SaveId, reason: Reason, epoch: int, message: 
 def set_aside(catalog: Catalog, save: SaveId, reason: Reason, epoch: int, message: str = "") -> str:
     """From here on the save is no checkpoint.  ``epoch``: of whoever decides.  May be repeated.
 
+    What is left over is none before, either: if another has committed it meanwhile, nothing changes.
     Returns why it must stay, and empty if it may be removed now: what is quarantined goes only by hand.
     Raises: :class:`BusyError` if a later epoch has been claimed (then nothing has changed); :class:`StorageError`.
     """
@@ -62,6 +64,8 @@ def set_aside(catalog: Catalog, save: SaveId, reason: Reason, epoch: int, messag
     if is_ours and reason in ("pruned", "removed") and is_pinned(catalog, save):
         catalog.store.delete([key])
         return PINNED
+    if is_ours and reason == "left over" and _was_published(catalog, save, key, data):
+        return COMMITTED
     return "" if is_ours else _take_over(catalog, save, reason, epoch, message)
 
 
@@ -80,6 +84,17 @@ def _take_over(catalog: Catalog, save: SaveId, reason: Reason, epoch: int, messa
         if not epochs.is_newest(catalog, epoch):
             raise superseded(catalog, epoch)
     return ""
+
+
+def _was_published(catalog: Catalog, save: SaveId, key: str, data: bytes) -> bool:
+    """Whether it has been committed since the caller looked: then, or if that cannot be told, the tombstone goes."""
+    is_published = True
+    try:
+        is_published = catalog.store.head(catalog.commit_key(save)) is not None
+    finally:
+        if is_published:
+            _withdraw(catalog, key, data)
+    return is_published
 
 
 def _withdraw(catalog: Catalog, key: str, data: bytes) -> None:

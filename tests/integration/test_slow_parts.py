@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,6 +13,7 @@ from stillframe import Catalog
 from stillframe.checkpoint.epochs import claim_number
 from stillframe.checkpoint.notes import read_target
 from stillframe.checkpoint.promote import Pace, carry_part, introduce, promote, sweep
+from stillframe.errors import NotFoundError
 from stillframe.format import names
 from stillframe.format.epochs import Target, encode_target
 from stillframe.keeper import follower, leader, mover, progress
@@ -21,6 +23,7 @@ from stillframe.link.messages import TierFailed
 from stillframe.model import SaveId
 from stillframe.ranks import group
 from stillframe.tiers import Tier, check_tiers
+from tests import layout
 from tests.integration.test_promote import LARGE, SMALL, save_pair, unshared
 
 RUN = "0123abcd"
@@ -217,3 +220,46 @@ def test_runs_that_were_killed_between_the_save_and_this_one_have_not_taken_over
     say(place, later, (), "third")
     assert not rank1.attempt()
     assert (rank1._committed, rank1._is_over) == (target, True)
+
+
+def test_a_part_that_is_whole_in_the_tier_alone_is_not_removed_before_a_later_step_is_there(
+    pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0's part is damaged in its root; rank 1's is in its own root, and its keeper is paused."""
+    clock, told, place = Clock(monkeypatch), Told(), tmp_path / "tier"
+    target, tier = Catalog(pair).find(LARGE), Catalog(place)
+    node0 = unshared(pair, tmp_path / "node0", 0)
+    introduce(Catalog(pair), tier, 1)
+    with Catalog(pair).open_save(target) as checkpoint:
+        carry_part(checkpoint, tier, 0, Pace())
+    os.truncate(layout.segment(node0, LARGE), 4096)
+    rank0 = lead(node0, place, told)
+    for _ in range(6):
+        assert rank0.attempt()
+        clock.pass_by(40)
+    assert told.errors == []
+    found = read_target(tier)
+    assert found is not None
+    assert (found.save, found.stalled) == (target, (1,))
+    rank0.committed(SaveId(LARGE + 1), None)  # something newer waits
+    clock.pass_by(120)
+    rank0.attempt()
+    (error,) = told.errors
+    assert "the part of rank 1 has not come" in error
+    assert parts_in(place, target) == [names.seal(0)]
+    rank0._done(SaveId(LARGE + 1))
+    rank0._tidy(SaveId(LARGE + 1))
+    assert parts_in(place, target) == []
+
+
+def test_one_of_several_that_were_given_up_is_kept(pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Clock(monkeypatch)
+    rank0 = lead(unshared(pair, tmp_path / "node0", 0), tmp_path / "tier", Told())
+    tier = Catalog(tmp_path / "tier")
+    introduce(Catalog(pair), tier, 1)
+    saves = [Catalog(pair).find(step) for step in (LARGE, SMALL)]
+    for save in saves:
+        with Catalog(pair).open_save(save) as checkpoint:
+            carry_part(checkpoint, tier, 0, Pace())
+        rank0._give_up(save, NotFoundError("it is lost"))
+    assert [parts_in(tmp_path / "tier", save) for save in saves] == [[names.seal(0)], []]

@@ -77,7 +77,7 @@ class Follower(Mover):
                 self._waiting = None  # it is the target, or was passed over
             if said.save != self._target:
                 self._target = None if said.save == self._committed else said.save
-                self._since_s = time.monotonic()
+                self._since_s, self._again_s = time.monotonic(), 0.0
             self._stalled, self._has_looked = set(said.stalled), True
             self._left = None, self._left[1] if self._left[1] == said.waiting else None
             self._tell()

@@ -39,6 +39,8 @@ class Leader(Mover):
         self._due_s = 0.0
         """The unix time of the last save that was due by time."""
         self._missing: list[int] = []
+        self._given_up: set[SaveId] = set()
+        """What was carried of these may be there still."""
         self._signs = Signs(self._tier.store)
         slowest_s = _CHUNKS * CHUNK_BYTES / self._config.bytes_per_s if self._config.bytes_per_s else 0.0
         self._patience_s, self._give_up_s = max(_PATIENCE_S, slowest_s), max(_GIVE_UP_S, 4 * slowest_s)
@@ -69,10 +71,10 @@ class Leader(Mover):
             self._carry(target)
             missing = publish(self._tier, target)
         except (IntegrityError, VersionError, NotFoundError, BusyError) as error:
-            self._give_up(target, epoch, error)
+            self._give_up(target, error)
             return True
         if missing:
-            self._wait_for(target, epoch, missing)
+            self._wait_for(target, missing)
             return True
         self._check_newest(self._tier, epoch)  # put first, then looked: as with a manifest of the root
         self._done(target)
@@ -132,7 +134,7 @@ class Leader(Mover):
             if self._waiting == chosen:
                 self._waiting = None
             self._left = None, None
-            self._target, self._missing, self._stalled = chosen, [], set()
+            self._target, self._missing, self._stalled, self._again_s = chosen, [], set(), 0.0
             self._signs.begin()
             self._since_s = self._moved_s = time.monotonic()
             self._tell()
@@ -166,7 +168,7 @@ class Leader(Mover):
         later = sorted((each for each in self._tier.epochs() if each > own), reverse=True)
         return later[0] if later and all(self._is_harmless(self._tier, each) for each in later) else own
 
-    def _wait_for(self, target: SaveId, epoch: int, missing: list[int]) -> None:
+    def _wait_for(self, target: SaveId, missing: list[int]) -> None:
         """Other ranks carry still.  Give up a target whose part nobody gets on with, unless nothing else waits."""
         if missing != self._missing:
             self._missing, self._moved_s = missing, time.monotonic()
@@ -178,25 +180,51 @@ class Leader(Mover):
                 self._tell()
         failed = {file.rank for file in listed if file.kind == "failure"} & set(missing)
         if failed and time.monotonic() - max(self._since_s, self._signs.last_s(failed)) > self._give_up_s:
-            self._give_up(target, epoch, NotFoundError(f"rank {min(failed)} does not have its part any more"))
+            self._give_up(target, NotFoundError(f"rank {min(failed)} does not have its part any more"))
         elif time.monotonic() - self._moved_s > self._give_up_s and self._waiting is not None:
-            self._give_up(target, epoch, NotFoundError(f"the part of rank {missing[0]} has not come"))
+            self._give_up(target, NotFoundError(f"the part of rank {missing[0]} has not come"))
         else:
             self._stalled = set(self._signs.stalled(missing, self._since_s, self._patience_s))
 
-    def _give_up(self, target: SaveId, epoch: int, why: StillframeError) -> None:
-        """No other attempt would help; what was carried of it goes."""
+    def _give_up(self, target: SaveId, why: StillframeError) -> None:
+        """No other attempt would help."""
         with self._changed:
             self._target, self._sent_bytes, self._stalled = None, 0, set()
             self._tell()
+        self._given_up.add(target)
         self._complain(f"{target} is not carried to {self._tier.root}", why)
         self._say()
-        if not self._tier.is_committed(target) and not set_aside(self._tier, target, "left over", epoch):
-            remove_all(self._tier, target)
+        self._remove_given_up()
+
+    def _remove_given_up(self) -> None:
+        """What was carried of saves that were given up.  Raises: then the rest goes next time."""
+        if not self._given_up:
+            return
+        epoch, there = self._epoch(), self._epoch_there()
+        if epoch is None or there is None:
+            return
+        for save in sorted(self._given_up - self.kept):
+            if self._tier.is_committed(save):
+                self._given_up.discard(save)
+            elif not self._is_needed(save, epoch):
+                if not set_aside(self._tier, save, "left over", there):
+                    remove_all(self._tier, save)
+                self._given_up.discard(save)
+
+    def _is_needed(self, save: SaveId, epoch: int) -> bool:
+        """Whether training may go on from it: where roots are not shared, a part may be nowhere but in the tier.
+
+        So it is with what an earlier epoch has left, and with the newest one, until a later one is complete there.
+        """
+        last = self._committed
+        if last is not None and (last.epoch, last.step) > (save.epoch, save.step):
+            return False
+        return save.epoch < epoch or save == self._source.newest()
 
     def _tidy(self, target: SaveId) -> None:
         sweep(self._tier, target)
         try:
+            self._remove_given_up()
             self._pruner.prune()
         except StillframeError as error:
             self._notice(f"old checkpoints in {self._tier.root} could not be removed: {text_of(error)}")

@@ -49,6 +49,8 @@ _IDLE_S = 10.0
 """Between two looks when nothing is known to be carried."""
 _NEWS_S = 0.5
 _LOOKS, _LOOK_S = 20, 0.05
+_AGAIN_S = 30.0
+"""Between two attempts at parts of ranks that do not get on, if this keeper cannot read them."""
 
 
 class TakenOver(BusyError):
@@ -110,6 +112,8 @@ class Mover(ABC):
         self._sign = Sign(tier.store)
         self._stalled: set[int] = set()
         """Ranks whose parts of the target this keeper carries, too, if it has them."""
+        self._again_s = 0.0
+        """Until then it does not try that again."""
         self._failures = 0
         self._trouble = ""
         self._troubled_s = 0.0
@@ -236,8 +240,16 @@ class Mover(ABC):
     def _carry(self, target: SaveId) -> None:
         """The parts that are this keeper's to carry, and not there; from another tier if the root lacks one.
 
-        Raises, if none has it, what the root raises.
+        Raises, if none has it, what the root raises; but what it cannot carry of ranks that do not get on, is theirs.
         """
+        try:
+            self._carry_from_any(target)
+        except (IntegrityError, VersionError, NotFoundError):
+            if not self._is_through(target):
+                raise
+            self._again_s = time.monotonic() + _AGAIN_S
+
+    def _carry_from_any(self, target: SaveId) -> None:
         try:
             self._carry_from(self._source, target)
         except (IntegrityError, VersionError, NotFoundError):
@@ -245,6 +257,11 @@ class Mover(ABC):
             if other is None:
                 raise
             self._carry_from(other, target)
+
+    def _is_through(self, target: SaveId) -> bool:
+        """Whether what was tried in vain is to be carried by other ranks, and our own part is there."""
+        others = bool(self._stalled) and all(rank % self._world_size != self._rank for rank in self._stalled)
+        return others and self._tier.store.head(names.key(target, names.seal(self._rank))) is not None
 
     def _has(self, other: Catalog, target: SaveId) -> bool:
         """Whether another tier has this save, and not one of another run that is called the same."""
@@ -255,13 +272,14 @@ class Mover(ABC):
 
     def _carry_from(self, source: Catalog, target: SaveId) -> None:
         own_seal = names.key(target, names.seal(self._rank))
+        stalled = self._stalled if time.monotonic() >= self._again_s else set()
         # Often asked: one small request, where a listing of a thousand ranks would be three.
-        if self._world_size > 1 and not self._stalled and self._tier.store.head(own_seal) is not None:
+        if self._world_size > 1 and not stalled and self._tier.store.head(own_seal) is not None:
             return
         listed = map(names.parse_rank_file, self._tier.store.list(names.step_dir(target)))
         there = {file.rank for file in listed if file is not None and file.kind == "seal" and not file.is_partial}
         with source.open_save(target) as checkpoint:
-            own = [rank for rank in checkpoint.ranks if rank % self._world_size == self._rank or rank in self._stalled]
+            own = [rank for rank in checkpoint.ranks if rank % self._world_size == self._rank or rank in stalled]
             sizes = {entry.rank: entry.segment_bytes for entry in checkpoint.manifest.ranks}
             if self._rank < checkpoint.world_size and self._rank not in [*own, *there]:
                 raise NotFoundError(f"the part of rank {self._rank} is not in {source.root}")

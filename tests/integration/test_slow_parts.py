@@ -10,7 +10,7 @@ import pytest
 from torch._C._distributed_c10d import HashStore
 
 from stillframe import Catalog
-from stillframe.checkpoint.epochs import claim_number
+from stillframe.checkpoint.epochs import begin, claim_number
 from stillframe.checkpoint.notes import read_target
 from stillframe.checkpoint.promote import Pace, carry_part, introduce, promote, sweep
 from stillframe.errors import NotFoundError
@@ -263,3 +263,29 @@ def test_one_of_several_that_were_given_up_is_kept(pair: Path, tmp_path: Path, m
             carry_part(checkpoint, tier, 0, Pace())
         rank0._give_up(save, NotFoundError("it is lost"))
     assert [parts_in(tmp_path / "tier", save) for save in saves] == [[names.seal(0)], []]
+
+
+@pytest.mark.parametrize("is_begun", [False, True])
+def test_what_rank_0_has_in_the_tier_alone_is_carried_to_its_end(
+    pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_begun: bool
+) -> None:
+    """Its node is new: the run has restored its part from the tier, and may have begun to save."""
+    clock, told, place = Clock(monkeypatch), Told(), tmp_path / "tier"
+    target, tier, node0 = Catalog(pair).find(LARGE), Catalog(place), Catalog(tmp_path / "node0")
+    introduce(Catalog(pair), tier, 1)
+    with Catalog(pair).open_save(target) as checkpoint:
+        carry_part(checkpoint, tier, 0, Pace())
+    claim_number(node0, RUN, 1, 2)
+    if is_begun:
+        begin(node0, 2, RUN, 1, target, False, [tier])
+    (config,) = check_tiers([Tier(place)], node0.root)
+    given = 0, config, node0, tier, 0, 2, RUN, lambda: 2, told.append, told.append, told.append
+    rank0 = Rank0(*given, is_whole=lambda _save: True, agreed=lambda: None if is_begun else target)
+    for _ in range(3):  # also when the other one does not get on
+        assert rank0.attempt()
+        clock.pass_by(40)
+    assert rank0.kept == {target}
+    assert follow(unshared(pair, tmp_path / "node1", 1), place).attempt()
+    assert not rank0.attempt()
+    assert tier.is_committed(target)
+    assert told.errors == []

@@ -17,7 +17,7 @@ from stillframe.checkpoint.verify import verify
 from stillframe.observe.history import histories
 from tests.ranks.launch import run_ranks
 
-SCENARIOS = "shared", "node_lost", "part_lost", "half_carried"
+SCENARIOS = "shared", "node_lost", "part_lost", "half_carried", "half_carried_of_rank_0"
 
 
 class Said(NamedTuple):
@@ -83,6 +83,12 @@ def test_a_part_that_lies_in_a_tier_alone_counts_before_the_others_have_come(sai
     assert said.lines[0, "half_carried"] == ["restored 4 node0 True", "steps [2, 4]"]
     assert said.lines[1, "half_carried"] == ["steps [2]", "restored 4 tier True", "steps [2, 4]"]
     assert check_whole(said.root / "half_carried" / "tier") == [2, 4]
+
+
+def test_so_does_the_part_of_rank_0(said: Said) -> None:
+    assert said.lines[0, "half_carried_of_rank_0"] == ["steps [2]", "restored 4 tier True", "steps [2, 4]"]
+    assert said.lines[1, "half_carried_of_rank_0"] == ["restored 4 node1 True", "steps [2, 4]"]
+    assert check_whole(said.root / "half_carried_of_rank_0" / "tier") == [2, 4]
 
 
 def test_every_root_says_which_tiers_it_has_and_every_rank_what_it_carried(said: Said) -> None:

@@ -106,7 +106,7 @@ def part_lost(root: Path) -> None:
         say("steps", Catalog(root / "tier").steps())
 
 
-def half_carried(root: Path) -> None:
+def half_carried(root: Path, lost: int = 1) -> None:
     """A node is lost when its part of the newest step was in the tier, and that of the other one was not."""
     tier = Tier(root / "tier", every=2)
     own = root / f"node{RANK}"
@@ -117,10 +117,11 @@ def half_carried(root: Path) -> None:
     with open_own() as checkpointer:
         train(checkpointer, 1, 4, tier)
     dist.barrier()
-    if RANK == 1:
+    if lost == RANK:
         shutil.rmtree(own)
-        for name in (layout.manifest, layout.segment, layout.seal):  # of rank 0
-            name(root / "tier", 4).unlink()
+        layout.manifest(root / "tier", 4).unlink()
+        for name in (layout.segment, layout.seal):
+            name(root / "tier", 4, 1 - lost).unlink()
         say("steps", Catalog(root / "tier").steps())
     dist.barrier()
     live = state(-1)
@@ -130,6 +131,10 @@ def half_carried(root: Path) -> None:
         checkpointer.save(5, state(5)).wait()
         checkpointer.wait(tier=tier, timeout_s=60)
         say("steps", Catalog(root / "tier").steps())
+
+
+def half_carried_of_rank_0(root: Path) -> None:
+    half_carried(root, 0)
 
 
 def main() -> None:

@@ -78,10 +78,16 @@ class CurrentEpoch:
         return None if is_choosing and self._catalog.rank is not None else self.number or self._wanted.number
 
     @property
-    def agreed_step(self) -> int:
-        """The step that the ranks have restored together, and that the epoch goes on from; -1 if there is none."""
+    def agreed(self) -> SaveId | None:
+        """What the ranks have restored together, and the epoch goes on from."""
         with self._lock:
-            return self._parent.step if self._is_parent_known and self._parent is not None else -1
+            return self._parent if self._is_parent_known else None
+
+    @property
+    def agreed_step(self) -> int:
+        """As :attr:`agreed`; -1 if there is none."""
+        agreed = self.agreed
+        return -1 if agreed is None else agreed.step
 
     def enter(self, wanted: Enter) -> None:
         """Saves from now on belong to another epoch.  No I/O."""

@@ -28,11 +28,17 @@ _CHUNKS = 3
 
 
 class Leader(Mover):
-    """``is_whole``: whether every rank has its part of a save that was found in the root."""
+    """``is_whole``: whether every rank has its part of a save that was found in the root.
 
-    def __init__(self, *arguments: Any, is_whole: Callable[[SaveId], bool]) -> None:
+    ``agreed``: what the ranks have restored together, as far as that is known.
+    """
+
+    def __init__(
+        self, *arguments: Any, is_whole: Callable[[SaveId], bool], agreed: Callable[[], SaveId | None] = lambda: None
+    ) -> None:
         super().__init__(*arguments)
         self._is_whole = is_whole
+        self._agreed = agreed
         keep = decode_policy(self._config.keep)
         self._pruner = Pruner(self._tier, keep, 0, True, self._epoch_there, lambda: self.kept, is_tier=True)
         self._introduced: set[int] = set()
@@ -57,7 +63,7 @@ class Leader(Mover):
 
     def _turn(self, epoch: int) -> bool:
         if not self._has_looked:
-            self._look()
+            self._look(epoch)
         if epoch not in self._introduced and self._source.parent(epoch) is not None:
             self._introduce(epoch)  # if the root is lost now, what was gone back from does not count there, either
         if self._target is None and not self._choose(epoch):
@@ -82,7 +88,7 @@ class Leader(Mover):
         self._tidy(target)
         return self._waiting is not None
 
-    def _look(self) -> None:
+    def _look(self, epoch: int) -> None:
         """What an earlier keeper, or run, has left to be done."""
         view, there = self._source.look(), self._tier.look()
         branch = there.branch if view.branch.epoch is None else view.branch  # the root may be lost
@@ -93,6 +99,9 @@ class Leader(Mover):
         left = target or (said.save if said is not None else None)
         # What was being carried, every rank had.
         whole = [save for save in self._source.committed(view) if save in self._left or self._is_whole(save)]
+        half = self._half_carried(epoch)
+        if half is not None and half not in whole:
+            left, whole = half, sorted([*whole, half], reverse=True)
         newest_there = -1 if self._committed is None else self._committed.step
         steps = [newest_there, *(save.step for save in whole)]
         later = [save for save in whole if save.step > newest_there]
@@ -111,6 +120,14 @@ class Leader(Mover):
             self._due_s = self._due_s or due_s
             self._has_looked = True
             self._tell()
+
+    def _half_carried(self, epoch: int) -> SaveId | None:
+        """What the run goes on from, if our part is in the tier: the root may have lost it, and the others not."""
+        begun = self._source.parent(epoch)
+        save = self._agreed() if begun is None else begun.parent
+        if save is None or self._tier.store.head(names.key(save, names.seal(self._rank))) is None:
+            return None
+        return None if self._tier.is_committed(save) else save
 
     def _last_due_s(self) -> float:
         """When the newest one there was saved, for a tier that goes by time; 0 if that cannot be told."""

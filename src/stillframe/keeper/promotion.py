@@ -55,7 +55,9 @@ class Promotion:
                 number, configs[number], Catalog(terms.store), tiers[number], rank, terms.world_size,
                 terms.run, lambda: epoch.to_promote_in, tell, notice, record, others,
             )  # fmt: skip
-            return Leader(*given, is_whole=is_whole) if rank == COORDINATOR else Follower(*given)
+            if rank != COORDINATOR:
+                return Follower(*given)
+            return Leader(*given, is_whole=is_whole, agreed=lambda: epoch.agreed)
 
         self._movers = [mover(number) for number in range(len(configs))]
         self._carrying = CarryingNote(terms.store, rank) if self._says else None  # else it removes nothing there

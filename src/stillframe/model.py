@@ -226,7 +226,7 @@ class Stats:
 
 @dataclass(frozen=True, slots=True)
 class SkippedStep:
-    """A step that ``restore`` found damaged and passed over."""
+    """A step that ``restore`` passed over: it is damaged, is gone meanwhile, or is of another number of ranks."""
 
     step: int
     reason: str

@@ -7,6 +7,7 @@ import math
 import random
 import shutil
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,6 +26,7 @@ from stillframe.format import names
 from stillframe.keeper.retention import Pruner
 from stillframe.model import SaveId
 from stillframe.observe.finishing import finish
+from stillframe.restoring.sources import Sources
 from stillframe.save import capture, tier_book
 from tests import layout
 from tests.support import is_alive, keeper_is_gone, kill, start_child, until
@@ -603,6 +605,88 @@ def test_a_tier_that_is_down_keeps_nobody_from_going_back_to_what_another_has(tm
             checkpointer.rewind(7)
 
 
+def _away(tier: Path) -> Path:
+    """Nobody reaches the tier: something else lies where it was."""
+    moved = tier.with_name("moved")
+    tier.rename(moved)
+    tier.write_text("no directory")
+    return moved
+
+
+@pytest.fixture
+def behind(tmp_path: Path) -> Tier:
+    """A tier with steps 2 and 4, behind a root with steps 1, 2 and 4."""
+    tier = Tier(tmp_path / "tier", every=2)
+    with Checkpointer(tmp_path / "root", tiers=[tier]) as checkpointer:
+        for step in (1, 2, 4):
+            save(checkpointer, step)
+            checkpointer.wait(tier=tier)
+    return tier
+
+
+def when_chosen(monkeypatch: pytest.MonkeyPatch, happens: Callable[[], object]) -> None:
+    """Between the choice of a step and its reading; once."""
+    choose, todo = Sources.choose, [happens]
+
+    def choose_then(self: Sources, save: SaveId, run: str) -> None:
+        choose(self, save, run)
+        while todo:
+            todo.pop()()
+
+    monkeypatch.setattr(Sources, "choose", choose_then)
+
+
+def unmount(tier: Path) -> None:
+    tier.rename(tier.with_name("moved"))
+    tier.mkdir()
+
+
+@pytest.mark.parametrize(
+    ("fails", "match"),
+    [(_away, r"step 4 .* was chosen, but .*tier cannot be looked at"), (unmount, "step 4 .* was there, and is gone")],
+)
+def test_a_tier_that_fails_when_a_step_of_it_was_chosen_is_no_fresh_start(
+    tmp_path: Path, behind: Tier, fails: Callable[[Path], object], match: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.rmtree(tmp_path / "root")
+    when_chosen(monkeypatch, lambda: fails(tmp_path / "tier"))
+    with Checkpointer(tmp_path / "root", tiers=[behind], on_error="warn") as checkpointer:
+        with pytest.raises(StorageError, match=match):
+            checkpointer.restore(state(-1))
+        (tmp_path / "tier").rmdir() if (tmp_path / "tier").is_dir() else (tmp_path / "tier").unlink()
+        (tmp_path / "moved").rename(tmp_path / "tier")
+        assert checkpointer.restore(state(-1)).step == 4
+
+
+def test_a_tier_that_fails_makes_no_step_damaged_and_an_older_one_is_told(
+    tmp_path: Path, behind: Tier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root, tier = tmp_path / "root", tmp_path / "tier"
+    segment = layout.segment(root, 4)
+    segment.write_bytes(segment.read_bytes()[:-1] + b"x")
+    with monkeypatch.context() as patched:
+        when_chosen(patched, lambda: _away(tier))
+        with pytest.raises(StorageError, match=r"step 4 .* was chosen, but .*tier cannot be looked at"):
+            stillframe.restore(root, state(-1), tiers=[behind])
+    with pytest.warns(RuntimeWarning, match="step 4 is damaged"):  # it was down before: as if it was not there
+        assert stillframe.restore(root, state(-1), tiers=[behind]).step == 2
+    tier.unlink()
+    (tmp_path / "moved").rename(tier)
+    for step in (2, 4):
+        shutil.rmtree(layout.step_dir(root, step))
+    when_chosen(monkeypatch, lambda: unmount(tier))
+    with pytest.warns(RuntimeWarning, match="step 1 is restored, though there was a newer one .*step 4: it was there"):
+        report = stillframe.restore(root, state(-1), tiers=[behind])
+    assert (report.step, [each.step for each in report.skipped]) == (1, [4])
+
+
+def test_a_step_that_is_asked_for_is_not_called_missing_while_a_tier_is_down(tmp_path: Path, behind: Tier) -> None:
+    shutil.rmtree(tmp_path / "root")
+    _away(tmp_path / "tier")
+    with pytest.raises(StorageError, match=r"step 4 was not found, but .*tier cannot be looked at"):
+        stillframe.restore(tmp_path / "root", state(-1), 4, tiers=[behind])
+
+
 def test_going_back_goes_by_the_branch_of_the_tiers_as_well(tmp_path: Path) -> None:
     """The root has lost its step 2 of the branch, and has one that training went back from."""
     tier = Tier(tmp_path / "tier")
@@ -697,14 +781,6 @@ def test_who_waits_right_after_a_restart_waits_for_what_was_left_to_be_carried(t
             save(checkpointer, 5)  # it is not due
         checkpointer.wait(tier=tier, timeout_s=60)
         assert check_whole(tmp_path / "tier") == [2, 4]
-
-
-def _away(tier: Path) -> Path:
-    """Nobody reaches the tier: something else lies where it was."""
-    moved = tier.with_name("moved")
-    tier.rename(moved)
-    tier.write_text("no directory")
-    return moved
 
 
 def test_what_is_being_carried_stays_in_the_root_when_the_keeper_is_killed(tmp_path: Path) -> None:

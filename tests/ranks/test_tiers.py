@@ -10,14 +10,18 @@ import pytest
 import torch
 
 import stillframe
-from stillframe import Catalog, Tier, load
+from stillframe import Catalog, MismatchError, RestoreReport, Tier, load
 from stillframe.checkpoint.survey import survey
 from stillframe.checkpoint.tiers import look_at_tiers
 from stillframe.checkpoint.verify import verify
+from stillframe.model import SkippedStep
 from stillframe.observe.history import histories
+from stillframe.ranks.group import Group
+from stillframe.restoring.resume import Resume
+from stillframe.restoring.selection import Wanted
 from tests.ranks.launch import run_ranks
 
-SCENARIOS = "shared", "node_lost", "part_lost", "half_carried", "half_carried_of_rank_0"
+SCENARIOS = "shared", "node_lost", "part_lost", "half_carried", "half_carried_of_rank_0", "two_runs", "one_read_fails"
 
 
 class Said(NamedTuple):
@@ -89,6 +93,47 @@ def test_so_does_the_part_of_rank_0(said: Said) -> None:
     assert said.lines[0, "half_carried_of_rank_0"] == ["steps [2]", "restored 4 tier True", "steps [2, 4]"]
     assert said.lines[1, "half_carried_of_rank_0"] == ["restored 4 node1 True", "steps [2, 4]"]
     assert check_whole(said.root / "half_carried_of_rank_0" / "tier") == [2, 4]
+
+
+def restore_own(root: Path, tier: Path, step: int | None = None) -> RestoreReport:
+    """As the only rank of a run that does not share its roots: the checkpoints are of two."""
+    live = {"w": torch.zeros(200_000), "step": 0}
+    resume = Resume(
+        Catalog(root, 0), Group(0, 1, None, 60.0), live, Wanted.given(step, True, None, None), [Catalog(tier)]
+    )
+    resume.run(lambda: None)
+    return resume.report
+
+
+@pytest.mark.parametrize("step", [None, 5])
+def test_roots_of_another_number_of_ranks_are_no_fresh_start_when_the_tier_is_empty(
+    said: Said, tmp_path: Path, step: int | None
+) -> None:
+    with pytest.raises(MismatchError, match=r"newest: step 5\) were saved by 2 ranks .* this run has 1: run with 2"):
+        restore_own(said.root / "half_carried" / "node0", tmp_path / "empty", step)
+
+
+def test_steps_of_another_number_of_ranks_that_are_newer_than_the_tiers_are_told(said: Said) -> None:
+    directory = said.root / "half_carried"
+    with pytest.warns(RuntimeWarning, match=r"step 4 is restored, .* \(step 5: 2 ranks .* run with 2 ranks"):
+        report = restore_own(directory / "node0", directory / "tier")
+    assert (report.step, report.source) == (4, str(directory / "tier"))
+    assert report.skipped == (SkippedStep(5, "2 ranks saved it into roots that are not shared"),)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_saves_of_two_runs_are_never_restored_together(said: Said, rank: int) -> None:
+    refused, apart, found = said.lines[rank, "two_runs"]
+    assert refused.startswith("MismatchError the ranks see checkpoints of different runs under one name (step 2")
+    assert apart.startswith("MismatchError the ranks see checkpoints of different runs under one name (step 2")
+    assert found == f"restored 2 {('b0', 'tier_b')[rank]} True"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_read_that_fails_on_one_rank_is_not_taken_for_damage(said: Said, rank: int) -> None:
+    first, second = said.lines[rank, "one_read_fails"]
+    assert re.match(r"StorageError (on rank 1: )?step 8 .* was chosen, but .*Input/output error", first)
+    assert second == "restored 8 tier True"
 
 
 def test_every_root_says_which_tiers_it_has_and_every_rank_what_it_carried(said: Said) -> None:

@@ -11,7 +11,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from stillframe import Catalog, Checkpointer, KeepLast, StillframeError, Tier
+import stillframe
+from stillframe import Catalog, Checkpointer, KeepLast, StillframeError, StorageError, Tier
+from stillframe.restoring.sources import Sources
 from tests import layout
 from tests.ranks import saying
 
@@ -135,6 +137,57 @@ def half_carried(root: Path, lost: int = 1) -> None:
 
 def half_carried_of_rank_0(root: Path) -> None:
     half_carried(root, 0)
+
+
+def try_to_restore(root: Path, *tiers: Path, shared: bool, step: int, mark: float = 0.0) -> None:
+    live = state(-1)
+    try:
+        report = stillframe.restore(root, live, shared=shared, tiers=[Tier(each) for each in tiers], deadline_s=60)
+    except StillframeError as error:
+        say(type(error).__name__, error)
+    else:
+        live["w"] -= mark
+        say("restored", report.step, Path(report.source).name, is_right(live, step))
+
+
+def two_runs(root: Path) -> None:
+    """Both have saved step 2, and each has a tier; then a node of the second run is lost."""
+    for name, mark in (("a", 0.0), ("b", 1000.0)):
+        tier = Tier(root / f"tier_{name}", every=2)
+        with Checkpointer(root / f"{name}{RANK}", shared=False, tiers=[tier], deadline_s=60) as checkpointer:
+            checkpointer.save(2, {**state(2), "w": state(2)["w"] + mark}).wait(tier=tier)
+    dist.barrier()
+    if RANK == 1:
+        shutil.rmtree(root / "b1")
+    dist.barrier()
+    own, a, b = root / f"b{RANK}", root / "tier_a", root / "tier_b"
+    try_to_restore(own, a, shared=False, step=2)  # rank 0 refuses the tier; rank 1 has nothing to compare it with
+    try_to_restore(root / f"nowhere{RANK}", b if RANK else a, shared=False, step=2)  # each reaches one of two tiers
+    try_to_restore(own, a, b, shared=False, step=2, mark=1000.0)
+
+
+def one_read_fails(root: Path) -> None:
+    """After the step was chosen, on rank 1."""
+    tier, choose = root.parent / "shared" / "tier", Sources.choose
+
+    def choose_then_fail(self: Sources, *chosen: Any) -> None:
+        choose(self, *chosen)
+        store = self.reachable[1].store
+        head = store.head
+
+        def fail(_key: str) -> Any:
+            store.head = head  # type: ignore[method-assign]
+            raise StorageError("looking at it: Input/output error")
+
+        if RANK == 1:
+            store.head = fail  # type: ignore[method-assign]
+
+    Sources.choose = choose_then_fail  # type: ignore[method-assign]
+    try:
+        try_to_restore(root / "nowhere", tier, shared=True, step=8)
+    finally:
+        Sources.choose = choose  # type: ignore[method-assign]
+    try_to_restore(root / "nowhere", tier, shared=True, step=8)
 
 
 def main() -> None:

@@ -32,7 +32,8 @@ from stillframe.errors import (
 )
 from stillframe.model import RestoreReport, SaveId, SkippedStep, check_deadline
 from stillframe.ranks.agreement import open_tiers, resolve_root
-from stillframe.ranks.group import Answer, Group, check_same, join_group
+from stillframe.ranks.group import Answer, Group, join_group
+from stillframe.restoring.choosing import Choice, Chooser, Offer, Unfit, cannot_tell, raise_errors
 from stillframe.restoring.findings import warn_of_rest
 from stillframe.restoring.match import Match
 from stillframe.restoring.selection import Selection, Wanted
@@ -76,22 +77,6 @@ def restore(
     return resume.report
 
 
-class _Offer(msgspec.Struct, frozen=True):
-    """What a rank brings to the choice: what was asked for, and the checkpoints it sees in its root."""
-
-    wanted: Wanted
-    seen: list[SaveId] = []
-    """The newest first; of a shared root only the one that it would choose."""
-    world_size: int = 0
-    """Of the newest, in a root that is not shared and has no tiers."""
-    trouble: str = ""
-    """Of a tier that could not be looked at."""
-
-
-class _Choice(msgspec.Struct, frozen=True):
-    save: SaveId | None
-
-
 class _Health(msgspec.Struct, frozen=True):
     """Empty if the step is whole on every rank; else what is wrong with it."""
 
@@ -110,8 +95,11 @@ class Resume:
         self._sources = Sources(catalog, tiers, group.world_size)
         self._group, self._state = group, state
         self._wanted, self._asked = wanted, wanted.step
+        self._chooser = Chooser(catalog, self._sources, wanted, group.world_size)
         self._passed_over: list[SaveId] = []
-        self._skipped: list[SkippedStep] = []
+        self._gone: list[SaveId] = []  # of these, those that were removed while they were read
+        self._skipped: list[SkippedStep] = []  # damaged
+        self._left: list[SkippedStep] = []  # newer than what is restored
         self._place = catalog.root  # where the step that is being tried was read last
         self.report = RestoreReport(None)
 
@@ -121,7 +109,7 @@ class Resume:
         while True:
             save = self._choose()
             if save is None:
-                self._nothing()
+                self._group.decide("finding nothing to restore", self._nothing, raise_errors, type(None))
                 return None
             if claim is not None:
                 self._sources.hold(save, claim)  # then it is looked at again
@@ -131,88 +119,42 @@ class Resume:
             self._passed_over.append(save)
             if self._asked is not None:
                 raise NotFoundError(health.damage) if health.is_gone else IntegrityError(health.damage)
-            if not health.is_gone:
+            if health.is_gone:
+                self._gone.append(save)
+            else:
                 self._pass_over(save, health.damage)
 
     # --- which step ------------------------------------------------------------------------
 
     def _choose(self) -> SaveId | None:
-        return self._group.decide("choosing the step to restore", self._offer, self._judge_offers, _Choice).save
+        def offer() -> Offer:
+            self._settle()
+            return self._chooser.offer(self._passed_over)
 
-    def _offer(self) -> _Offer:
-        self._settle()
-        world_size = 0
-        found = self._sources.seen(self._asked, self._passed_over)
-        if self._catalog.rank is None:
-            # From the newest on: of an older one that cannot be looked at nobody needs to know.
-            newest = next(found, None)
-            if newest is None and self._asked is not None:
-                newest = self._find(self._asked)
-            seen = [] if newest is None else [newest]
-        else:
-            # Every attempt: another rank may have been told that an earlier one is complete.
-            seen = list(found)
-            if seen and not self._sources.has_tiers:
-                world_size = self._world_size(seen[0])
-        return _Offer(self._wanted, seen, world_size, self._sources.trouble)
+        def judge(outcomes: list[Answer]) -> Choice:
+            return self._chooser.judge(outcomes, self._passed_over)
 
-    def _find(self, step: int) -> SaveId | None:
-        for catalog in self._sources.reachable:
-            with contextlib.suppress(NotFoundError):  # said when it is known that all ranks want this step
-                found = catalog.find(step)
-                return None if found in self._passed_over else found
-        return None
+        choice = self._group.decide("choosing the step to restore", offer, judge, Choice)
+        if choice.save is not None:
+            self._tell_left(choice.save, choice.left)
+            self._sources.choose(choice.save, choice.run)
+        return choice.save
 
-    def _world_size(self, save: SaveId) -> int:
-        """0 if it cannot be told: a damaged one is met again when it is read."""
-        with contextlib.suppress(IntegrityError, NotFoundError):
-            return self._catalog.manifest(save).world_size
-        return 0
-
-    def _judge_offers(self, outcomes: list[Answer]) -> _Choice:
-        _raise_errors(outcomes)
-        offers = [msgspec.convert(each.value, _Offer, from_attributes=True) for each in outcomes]
-        for name in msgspec.structs.fields(Wanted):
-            check_same(name.name, [getattr(offer.wanted, name.name) for offer in offers])
-        chosen = self._judge_seen(offers)
-        trouble = next((offer.trouble.rstrip(".?") for offer in offers if offer.trouble), "")
-        if chosen.save is None and trouble and not self._passed_over:
-            raise StorageError(f"no checkpoint was found, but {trouble}. To start afresh, leave that tier out")
-        return chosen
-
-    def _judge_seen(self, offers: list[_Offer]) -> _Choice:
-        if self._catalog.rank is not None:
-            return _Choice(self._newest_common(offers))
-        seeing = [rank for rank, offer in enumerate(offers) if offer.seen]
-        if seeing and not offers[0].seen and not self._passed_over:
-            raise StorageError(
-                f"in {self._catalog.root}, {format_ranks(seeing)} sees checkpoints and rank 0 none: is it mounted?"
-            )
-        if self._asked is not None and not offers[0].seen:
-            return _Choice(self._catalog.find(self._asked))
-        return _Choice(max(offers[0].seen, default=None))
-
-    def _newest_common(self, offers: Sequence[_Offer]) -> SaveId | None:
-        """Of roots that are not shared: the newest that all ranks have sealed."""
-        common = set(offers[0].seen).intersection(*(offer.seen for offer in offers))
-        sizes = {offer.world_size for offer in offers} - {0, self._group.world_size}
-        if sizes:
-            raise MismatchError(
-                f"the checkpoints were saved by {max(sizes)} ranks into roots that are not shared, and this run has "
-                f"{self._group.world_size}: run with {max(sizes)}, or copy the roots into one that all ranks see"
-            )
-        having = [rank for rank, offer in enumerate(offers) if offer.seen]
-        if not common and self._asked is not None:
-            missing = [rank for rank, offer in enumerate(offers) if not offer.seen]
-            which = f"{format_ranks(missing)} did not seal it" if missing else "the ranks sealed different attempts"
-            raise (MismatchError if having else NotFoundError)(f"step {self._asked} is not complete: {which}")
-        if not common and having and not self._passed_over:
-            newest = "; ".join(f"rank {rank}: {[each.step for each in offers[rank].seen][:3]}" for rank in having[:8])
-            raise MismatchError(
-                f"there is no step that every rank has sealed ({newest}; the others none). Has a node lost its disk? "
-                "To start afresh, use other roots, or empty these"
-            )
-        return max(common, default=None)
+    def _tell_left(self, chosen: SaveId, unfit: Sequence[Unfit]) -> None:
+        """Newer steps that are not restored although nothing is wrong with them, each once."""
+        why = {each.save: f"{each.world_size} ranks saved it into roots that are not shared" for each in unfit}
+        why |= {save: f"it was there, and is gone from {self._sources.names}" for save in self._gone if save > chosen}
+        told = {each.step for each in self._left}
+        new = [SkippedStep(save.step, why[save]) for save in sorted(why, reverse=True) if save.step not in told]
+        self._left += new
+        if new:
+            which = "; ".join(f"step {each.step}: {each.reason}" for each in new[:8])
+            advice = f"run with {unfit[-1].world_size} ranks" if unfit else "look whether all places are mounted"
+            warnings.warn(
+                f"step {chosen.step} is restored, though there was a newer one ({which}). To have that, {advice}, "
+                "before this run saves: then what is newer is left behind, and removed by retention",
+                RuntimeWarning, stacklevel=5,
+            )  # fmt: skip
 
     # --- one step --------------------------------------------------------------------------
 
@@ -274,15 +216,18 @@ class Resume:
             missing=tuple(found.findings.missing),
             unexpected=tuple(found.findings.unexpected),
             mismatched=tuple(found.findings.mismatched),
-            skipped=tuple(self._skipped),
+            skipped=(*self._left, *self._skipped),
             source=source.root,
             replaced=tuple(self._replaced),
         )
         return _Health()
 
     def _next_source(self, save: SaveId, source: Catalog, error: StillframeError) -> Catalog:
-        """Another that has it, after one turned out to be damaged.  Raises the error if there is none."""
-        found = next(self._sources.having(save, source), None)
+        """Another that has it, after one turned out to be damaged.  Raises the error if there is none.
+
+        Raises :class:`StorageError` if that cannot be told.
+        """
+        found = self._sources.next_after(save, source)
         if found is None:
             raise error
         self._replaced.append(f"{source.root}: {text_of(error)}")
@@ -317,11 +262,11 @@ class Resume:
 
     def _judge_health(self, save: SaveId, outcomes: list[Answer]) -> _Health:
         damaged = [each for each in outcomes if isinstance(each.error, IntegrityError | NotFoundError)]
-        _raise_errors([each for each in outcomes if each not in damaged])
+        raise_errors([each for each in outcomes if each not in damaged])
         if not damaged:
             return _Health()
         # What is missing may just have been removed by retention: that is no damage.
-        is_gone = self._catalog.rank is None and next(self._sources.having(save), None) is None
+        is_gone = self._catalog.rank is None and self._sources.is_gone(save)
         if len(outcomes) == 1:
             return _Health(str(damaged[0].error), is_gone)
         return _Health(f"on {format_ranks(each.rank for each in damaged)}: {damaged[0].error}", is_gone)
@@ -367,6 +312,8 @@ class Resume:
                 f"nothing of what the run goes on from is left, but {tier.root} holds {save}, off the branch or "
                 f"damaged. To take it, restore(step={save.step}); to start afresh, use other places"
             )
+        if self._sources.trouble:  # since it was chosen that there is nothing
+            raise cannot_tell(None, self._sources.trouble)
         self.report = RestoreReport(None, skipped=tuple(self._skipped))
         aside = [save.step for save in view.saves if self._is_quarantined(save)]
         damaged = sorted({*aside, *(each.step for each in self._skipped)})
@@ -374,6 +321,11 @@ class Resume:
             raise IntegrityError(
                 f"every checkpoint in {self._sources.names} is damaged (steps {damaged}): there is nothing to resume "
                 "from, and the state may be partly overwritten. To start afresh, use other places or remove these"
+            )
+        if self._gone:
+            raise StorageError(
+                f"{', '.join(map(str, self._gone[:8]))} was there, and is gone from {self._sources.names}, with all "
+                "else: is every place mounted? Then restore again. To start afresh, use other places"
             )
 
     def _other_kind(self, newest: int) -> MismatchError:
@@ -387,14 +339,3 @@ class Resume:
     def _is_quarantined(self, save: SaveId) -> bool:
         aside = self._catalog.aside(save)
         return aside is not None and aside.reason == "quarantined"
-
-
-def _raise_errors(outcomes: Sequence[Answer]) -> None:
-    """One error for what the ranks have met, of the kind that the first has met."""
-    failed = [each for each in outcomes if each.error is not None]
-    if failed:
-        first = failed[0].error
-        assert first is not None
-        if len(outcomes) == 1 and outcomes[0].rank == 0:
-            raise first
-        raise type(first)(f"on {format_ranks(each.rank for each in failed)}: {first}")

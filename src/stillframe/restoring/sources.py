@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import logging
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 
 from stillframe.checkpoint.catalog import Catalog, View
@@ -66,8 +66,14 @@ class Sources:
         self._silent: set[str] = set()
         """Tiers that could not be looked at: nobody waits for them again."""
         self.trouble = ""
-        self._unreached = ""
+        self.unreached = ""
         """Of a tier that may hold something of ours."""
+        self._lost = ""
+        """Of one that was given up after the choice."""
+        self._run_names: dict[tuple[str, int], str] = {}
+        self._chosen: tuple[SaveId, str] | None = None
+        self.unfit: dict[SaveId, int] = {}
+        """What was passed over when it was last looked: another number of ranks has made it, which is given."""
 
     def _of_tier(self, tier: Catalog) -> list[Catalog]:
         return [tier] if self._root.rank is None else [tier, OwnPart(tier, self._root.rank)]
@@ -107,9 +113,11 @@ class Sources:
 
     def _give_up(self, tier: Catalog, error: StillframeError) -> None:
         self._silent.add(tier.root)
-        self.trouble = self.trouble or f"{tier.root} cannot be looked at: {text_of(error)}"
+        why = f"{tier.root} cannot be looked at: {text_of(error)}"
+        self.trouble = self.trouble or why
         if not isinstance(error, ExistsError):  # else it holds nothing of ours
-            self._unreached = self._unreached or f"{tier.root} cannot be looked at: {text_of(error)}"
+            self.unreached = self.unreached or why
+            self._lost = self._lost or why
         logger.warning("%s is not restored from: %s", tier.root, text_of(error))
 
     def off_branch(self) -> list[tuple[Catalog, SaveId]]:
@@ -131,8 +139,10 @@ class Sources:
         branch = max((view.branch for _, view in views), key=_age)
         self._tell_left(views[0][1], branch)
         saves = {save for _, view in views for save in view.saves if branch.has(save) and step in (None, save.step)}
+        self.unfit = {}
         for save in sorted(saves - set(skipped), reverse=True):
             if next(self.having(save), None) is not None:
+                self.unfit.pop(save, None)  # its own part did not do, but there is all of it
                 yield save
 
     def find(self, step: int, skipped: Collection[SaveId] = ()) -> SaveId:
@@ -145,8 +155,8 @@ class Sources:
             with contextlib.suppress(NotFoundError):
                 off_branch = catalog.find(step)
                 found = found or (None if off_branch in skipped else off_branch)
-        if found is None and self._unreached:
-            raise StorageError(f"step {step} was not found, but {self._unreached}")
+        if found is None and self.unreached:
+            raise StorageError(f"step {step} was not found, but {self.unreached}")
         if found is None:
             raise self._root.not_found(step)
         return found
@@ -172,7 +182,8 @@ class Sources:
                 continue
             try:
                 is_whole_there = isinstance(catalog, OwnPart) and catalog.tier.is_committed(save)
-                if not is_whole_there and catalog.is_committed(save) and self._is_enough(catalog, save):
+                is_there = not is_whole_there and catalog.is_committed(save) and self._is_of_run(catalog, save)
+                if is_there and self._is_enough(catalog, save):
                     yield catalog
             except StorageError as error:
                 if catalog is self._root:
@@ -184,9 +195,56 @@ class Sources:
         if catalog.rank is None or not self.has_tiers:
             return True
         try:
-            return catalog.manifest(save).world_size == self._world_size
+            size = catalog.manifest(save).world_size
         except (IntegrityError, VersionError, NotFoundError):
             return True  # it is met when it is read
+        if size != self._world_size:
+            self.unfit[save] = size
+        return size == self._world_size
+
+    # --- whose it is -----------------------------------------------------------------------
+
+    def runs_of(self, save: SaveId) -> list[str]:
+        """The runs that have made a save of this name, as far as is told: that of the nearest place first.
+
+        A place that is nobody's yet may be given any run's tiers, so two of them may hold different runs' saves.
+        """
+        if self._root.rank is None and not self.has_tiers:
+            return []
+        runs = self._told_by(self.reachable, save)
+        return runs if len(runs) < 2 else self._told_by(self.having(save), save)
+
+    def _told_by(self, places: Iterable[Catalog], save: SaveId) -> list[str]:
+        found = []
+        for place in places:
+            try:
+                found.append(self._run_of(place, save.epoch))
+            except StorageError as error:
+                if place is self._root:
+                    raise
+                self._give_up(place, error)
+        return list(dict.fromkeys(filter(None, found)))
+
+    def _run_of(self, place: Catalog, epoch: int) -> str:
+        """The name of the run whose epoch it is there; empty if nothing tells.  Raises :class:`StorageError`."""
+        key = place.root, epoch
+        if key not in self._run_names:
+            with contextlib.suppress(IntegrityError, VersionError):
+                if (parent := place.parent(epoch)) is not None:
+                    self._run_names[key] = parent.run
+        return self._run_names.get(key, "")
+
+    def _is_of_run(self, place: Catalog, save: SaveId) -> bool:
+        """Whether what is called so there is what the ranks have chosen."""
+        if self._chosen is None or self._chosen[0] != save or not self._chosen[1]:
+            return True
+        return self._run_of(place, save.epoch) in ("", self._chosen[1])
+
+    # --- reading it ------------------------------------------------------------------------
+
+    def choose(self, save: SaveId, run: str) -> None:
+        """From now on it is read from places of this run alone, if it is named."""
+        self._chosen, self._lost = (save, run), ""
 
     def hold(self, save: SaveId, claim: Callable[[Catalog], None]) -> None:
         """Claim the run's epoch in the tiers that have the save, so that nobody removes there what was chosen.
@@ -199,11 +257,37 @@ class Sources:
                     claim(tier)
 
     def nearest(self, save: SaveId) -> Catalog:
-        """Raises :class:`NotFoundError` if none has it."""
+        """Raises: :class:`NotFoundError` if none has it; :class:`StorageError` if that cannot be told."""
         found = next(self.having(save), None)
-        if found is None:
-            raise NotFoundError(f"{save} is not in {self.names}")
+        if found is not None:
+            return found
+        if self.unreached:
+            raise _cannot_read(save, self.unreached)
+        raise NotFoundError(f"{save} is not in {self.names}")
+
+    def next_after(self, save: SaveId, source: Catalog) -> Catalog | None:
+        """Another one that has it.  Raises :class:`StorageError` if one was lost since the choice, which may have it.
+
+        One that was down before costs no more than age: then it is as if it was not there.
+        """
+        found = next(self.having(save, source), None)
+        if found is None and self._lost:
+            raise _cannot_read(save, self._lost)
         return found
+
+    def is_gone(self, save: SaveId) -> bool:
+        """Raises :class:`StorageError` if that cannot be told."""
+        found = next(self.having(save), None)
+        if found is None and self._lost:
+            raise _cannot_read(save, self._lost)
+        return found is None
+
+
+def _cannot_read(save: SaveId, trouble: str) -> StorageError:
+    return StorageError(
+        f"{save} was chosen, but {trouble.rstrip('.?')}. Nothing says that it is damaged: restore again when that tier "
+        "answers. To do without it, leave it out"
+    )
 
 
 def _age(branch: Branch) -> int:

@@ -180,9 +180,9 @@ def one_read_fails(root: Path) -> None:
             raise StorageError("looking at it: Input/output error")
 
         if RANK == 1:
-            store.head = fail  # type: ignore[method-assign]
+            store.head = fail  # type: ignore[method-assign, assignment]
 
-    Sources.choose = choose_then_fail  # type: ignore[method-assign]
+    Sources.choose = choose_then_fail  # type: ignore[method-assign, assignment]
     try:
         try_to_restore(root / "nowhere", tier, shared=True, step=8)
     finally:

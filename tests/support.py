@@ -78,12 +78,13 @@ def until(is_true: Callable[[], object], what: str, timeout_s: float = 30.0) -> 
 
 
 def is_alive(pid: int) -> bool:
+    """Whether any thread of it is: of a process that was killed the first may be over while others hold its sockets."""
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
+        threads = os.listdir(f"/proc/{pid}/task")
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
         return False
-    stat = Path(f"/proc/{pid}/stat").read_text()
-    return stat.rpartition(")")[2].split()[0] != "Z"
+    return len(threads) > 1 or stat.rpartition(")")[2].split()[0] != "Z"
 
 
 def start_child(code: str, *arguments: object) -> Talker:

@@ -180,7 +180,9 @@ def test_whoever_carries_for_long_gives_signs_and_takes_them_back(
 
     monkeypatch.setattr(progress.Sign, "end", look)
     assert follow(pair, tier).attempt()
-    assert seen == [str(Catalog(pair).manifest(target).ranks[1].segment_bytes).encode()]
+    assert len(seen) == 1
+    # Several threads carry: the sign that is put last need not be the newest.
+    assert 0 < int(seen[0]) <= Catalog(pair).manifest(target).ranks[1].segment_bytes
     assert not (tier / names.key(target, names.progress(1))).exists()
 
 

@@ -293,7 +293,7 @@ def record(scenario: Scenario, make: Callable[..., Any] = PosixStore) -> Recordi
     try:
         calls = Recorder(top, scenario.has_links, turns)
         tokens = (f"{number:08x}" for number in range(1 << 20))
-        with mock.patch("secrets.token_hex", side_effect=tokens):
+        with mock.patch("stillframe.store.root._nonce", side_effect=tokens):
             stores = [make(f"{top}/{ROOT}", spare=scenario.spare, calls=calls) for _ in range(count)]
             if turns is None:
                 _perform(ops, stores, calls.events)

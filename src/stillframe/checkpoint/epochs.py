@@ -13,7 +13,6 @@ So a successor sees every commit that was reported, and nobody deletes what it c
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -161,7 +160,9 @@ def begin_by_hand(catalog: Catalog) -> int:
     It is put down what it goes on from, the newest checkpoint, before anything goes: a paused run of an earlier epoch
     that then puts down a save which is gone by now is not asked any more.  Raises: as :func:`claim`.
     """
-    run = os.urandom(4).hex()
+    import secrets  # not for keepers: it loads much else
+
+    run = secrets.token_hex(4)
     epoch = claim(catalog, run, 0)
     begin(catalog, epoch, run, 0, catalog.newest(), catalog.look().is_shared, is_by_hand=True)
     return epoch

@@ -223,4 +223,8 @@ class Root:
 
 
 def partial_name(name: str) -> str:
-    return f"{name}.{os.urandom(4).hex()}{PARTIAL}"
+    return f"{name}.{_nonce()}{PARTIAL}"
+
+
+def _nonce() -> str:
+    return os.urandom(4).hex()  # as ``secrets``, which loads much else

@@ -32,6 +32,8 @@ from tests import layout
 from tests.support import is_alive, keeper_is_gone, kill, start_child, until
 
 NO_SPANS: list[Any] = [0, -1, True, 1.5, "10", None, 10**12, timedelta(0), timedelta(seconds=-1)]
+TWO_CHUNKS, SLOW = 5_000_000, "6MB/s"
+"""A state, and a limit with which its second chunk follows three seconds after the first: that one goes at once."""
 NO_RATES: list[Any] = [0, -5, "-5MB/s", "fast", "", True, 1.5, math.inf, []]
 
 
@@ -767,8 +769,9 @@ def test_a_restore_from_a_tier_and_steps_left_behind_are_told(tmp_path: Path, ca
 def test_who_waits_right_after_a_restart_waits_for_what_was_left_to_be_carried(tmp_path: Path, how: str) -> None:
     tier, count = Tier(tmp_path / "tier", every=2, limit="1MB/s"), 1_000_000
     with Checkpointer(tmp_path / "root", tiers=[tier], on_error="warn") as checkpointer:
-        for step in (2, 4):
-            save(checkpointer, step, count)
+        save(checkpointer, 2, count)
+        until(lambda: checkpointer.stats().tiers[0].committed_step == 2, "the first, which nothing slows, is there")
+        save(checkpointer, 4, count)
         until(lambda: checkpointer.stats().tiers[0].target_step == 4, "it is being carried")
         kill(spi.keeper_pid(checkpointer) or 0)
         checkpointer.close(timeout_s=0)
@@ -785,7 +788,7 @@ def test_who_waits_right_after_a_restart_waits_for_what_was_left_to_be_carried(t
 
 def test_what_is_being_carried_stays_in_the_root_when_the_keeper_is_killed(tmp_path: Path) -> None:
     """Also while the next keeper saves, prunes, and does not reach the tier; and it is no more than two steps."""
-    tier, count = Tier(tmp_path / "tier", every=2, limit="1MB/s"), 1_000_000  # four seconds for a step
+    tier, count = Tier(tmp_path / "tier", every=2, limit=SLOW), TWO_CHUNKS
     root = tmp_path / "root"
     with Checkpointer(root, keep=KeepLast(1), tiers=[tier], on_error="warn") as checkpointer:
         checkpointer.restore(state(0, count))
@@ -814,7 +817,7 @@ def test_what_is_being_carried_stays_in_the_root_when_the_keeper_is_killed(tmp_p
 
 
 def test_what_was_being_carried_is_forgotten_when_the_run_goes_back_behind_it(tmp_path: Path) -> None:
-    tier, count = Tier(tmp_path / "tier", every=2, limit="1MB/s"), 1_000_000
+    tier, count = Tier(tmp_path / "tier", every=2, limit=SLOW), TWO_CHUNKS
     root = tmp_path / "root"
     with Checkpointer(root, tiers=[tier], on_error="warn") as checkpointer:
         checkpointer.restore(state(0, count))

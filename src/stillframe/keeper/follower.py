@@ -80,8 +80,9 @@ class Follower(Mover):
                 self._since_s, self._again_s = time.monotonic(), 0.0
             self._stalled, self._has_looked = set(said.stalled), True
             self._left = None, self._left[1] if self._left[1] == said.waiting else None
+        self.on_turn()  # noted first, then told
+        with self._changed:
             self._tell()
-        self.on_turn()
 
     def _is_settled(self, save: SaveId | None, said: Target) -> bool:
         """Whether nothing is to be found out about a save that rank 0's keeper is through with."""

@@ -154,8 +154,9 @@ class Leader(Mover):
             self._target, self._missing, self._stalled, self._again_s = chosen, [], set(), 0.0
             self._signs.begin()
             self._since_s = self._moved_s = time.monotonic()
+        self.on_turn()  # noted first, then told
+        with self._changed:
             self._tell()
-        self.on_turn()
         return True
 
     def _say(self) -> None:

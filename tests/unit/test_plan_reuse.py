@@ -8,10 +8,19 @@ import numpy as np
 import pytest
 import torch
 
+from stillframe.save import signature
 from stillframe.save.device import DeviceTable
 from stillframe.save.plan import MOVED_BYTES, Plan, make_plan
+from stillframe.state.torch_internals import form_check
 from stillframe.state.walk import Walk
 from tests.unit.test_plan import Fresh, by_name, mixed_state, plan_of, staged
+
+
+@pytest.fixture(autouse=True, params=["torch compares", "attribute by attribute"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another torch may lack the function that compares all forms at once."""
+    if request.param == "attribute by attribute":
+        monkeypatch.setattr(signature, "form_check", lambda tensors: lambda *others: False)
 
 
 def fits_again(plan: Plan, state: Any) -> bool:
@@ -47,6 +56,30 @@ def test_a_plan_fits_new_objects_of_the_same_form_where_tensors_are_captured() -
 def test_a_plan_fits_another_view_of_the_same_memory_and_form() -> None:
     tensor = square()
     assert fits_again(plan_of({"a": tensor}), {"a": tensor.detach()})
+
+
+def test_a_plan_fits_a_frozen_parameter_and_in_every_context() -> None:
+    state = {"w": torch.nn.Parameter(square()), "b": square()}
+    plan = plan_of(state)
+    with torch.autocast("cpu"):
+        assert fits_again(plan, state)
+    with torch.inference_mode():
+        assert fits_again(plan, state)
+    assert fits_again(plan, state)
+    state["w"].requires_grad_(False)
+    assert fits_again(plan, state)
+
+
+def test_torch_compares_the_forms_here_and_says_no_in_doubt() -> None:
+    tensors = [square(), torch.nn.Parameter(square()), torch.zeros(4, dtype=torch.complex64)]
+    is_same = form_check(tensors)
+    assert is_same(*tensors)
+    assert is_same(*(each.clone().detach_().requires_grad_(each.requires_grad) for each in tensors)) is False  # a class
+    assert not is_same(*tensors[:2], tensors[2].conj())
+    assert not is_same(*tensors[:2], torch._neg_view(tensors[2]))
+    assert not is_same(square().t(), *tensors[1:])
+    assert not is_same(square().to("meta"), *tensors[1:])
+    assert not is_same(square().to_sparse(), *tensors[1:])
 
 
 class Changes:

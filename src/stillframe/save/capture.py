@@ -21,7 +21,7 @@ from stillframe.state.spread import Seat
 from stillframe.state.walk import Walk
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Captured:
     """A state that may change again behind the fence: all that the stager needs to copy it."""
 
@@ -35,11 +35,15 @@ class Captured:
     """Of what was not copied here."""
     sources: Sources
     """What of it lies in accelerators' memory."""
+    walk: Walk | None
+    """Not needed any more.  But what it alone refers to (random states) is freed where it is let go, and torch gives
+    the GIL away meanwhile: at the end of ``save()`` the training thread would wait for the stager's."""
 
     def release(self) -> None:
         """Keep nothing alive any more: every copy is made, or none will be."""
         self.memory.clear()
         self.sources.clear()
+        self.walk = None
         self.versions.drop()
 
 
@@ -59,7 +63,7 @@ class Request:
         sources = Sources(self.walk.tensors, self.plan.slots)
         memory = self.plan.capture(self.walk)
         marks = [(device, device.mark()) for device in self.plan.devices]
-        return Captured(self.plan, self.draft, memory, marks, versions, sources)
+        return Captured(self.plan, self.draft, memory, marks, versions, sources, self.walk)
 
 
 class Planner:

@@ -147,7 +147,6 @@ def make_plan(walk: Walk, devices: DeviceTable, seat: Seat = ALONE, moved: froze
             division.leaves[index] = TensorNode(target.number, view)
     shards = _shards(order)
     captures, captured_at = captures_of(order, walk.tensors)
-    kept = [None if volatile else tensor for tensor, volatile in zip(walk.tensors, is_volatile, strict=True)]
     header = encode_header(shards, {"stillframe": "1"})
     tree = encode_tree(outline.tree(division.leaves, parts_of(walk, outline.names)))
     return Plan(
@@ -178,7 +177,7 @@ def make_plan(walk: Walk, devices: DeviceTable, seat: Seat = ALONE, moved: froze
         ],
         _tokens=walk.tokens,
         _is_volatile=as_walked,
-        _signature=Signature(forms, division.is_loose, kept, as_walked),
+        _signature=Signature(walk.tensors, forms, division.is_loose, as_walked),
         _may_move=division.may_move,
         _moved=moved,
     )

@@ -4,6 +4,7 @@ cli            the stillframe command
 integrations   DCP, DeepSpeed                                (torch)
 convert        checkpoints ↔ safetensors, torch.save, DCP    (torch)
 observe        what a run does and did
+preemption     jobs that are told to end                     (torch)
 checkpointer   the facade: save, fence, wait, restore        (torch)
 save           live objects → chunks in the arena            (torch)
 restoring      checkpoints → live objects                    (torch)
@@ -15,7 +16,7 @@ link           the arena and the messages between the two processes
 tiers          where else checkpoints are carried
 format         bytes ↔ structures
 store          names ↔ bytes
-model, retention, units, errors, version
+model, retention, schedule, units, errors, version
 testing        for tests
 """
 
@@ -49,10 +50,12 @@ if TYPE_CHECKING:
     from stillframe.checkpoint.catalog import Catalog, Checkpoint
     from stillframe.checkpointer import Checkpointer
     from stillframe.model import Phase, Progress, RestoreReport, SkippedStep, Stats, TierStats, Times
+    from stillframe.preemption import Preemption, on_preemption
     from stillframe.restoring.load import load
     from stillframe.restoring.resume import restore
     from stillframe.retention import Keep, KeepBest, KeepEvery, KeepFor, KeepLast
     from stillframe.save.saves import Save
+    from stillframe.schedule import Every
     from stillframe.state.codecs import register_leaf
     from stillframe.state.rng import RNG
     from stillframe.state.train_state import TrainState
@@ -79,6 +82,7 @@ __all__ = [
     "Checkpointer",
     "ConfigError",
     "DeadlineError",
+    "Every",
     "ExistsError",
     "FormatError",
     "IntegrityError",
@@ -91,6 +95,7 @@ __all__ = [
     "MismatchError",
     "NotFoundError",
     "Phase",
+    "Preemption",
     "Progress",
     "RestoreReport",
     "Save",
@@ -107,6 +112,7 @@ __all__ = [
     "UnsupportedStateError",
     "VersionError",
     "load",
+    "on_preemption",
     "register_leaf",
     "restore",
 ]
@@ -116,12 +122,14 @@ _HOMES = {
     "Catalog": "checkpoint.catalog",
     "Checkpoint": "checkpoint.catalog",
     "Checkpointer": "checkpointer",
+    "Every": "schedule",
     "Keep": "retention",
     "KeepBest": "retention",
     "KeepEvery": "retention",
     "KeepFor": "retention",
     "KeepLast": "retention",
     "Phase": "model",
+    "Preemption": "preemption",
     "Progress": "model",
     "RNG": "state.rng",
     "RestoreReport": "model",
@@ -133,6 +141,7 @@ _HOMES = {
     "Times": "model",
     "TrainState": "state.train_state",
     "load": "restoring.load",
+    "on_preemption": "preemption",
     "register_leaf": "state.codecs",
     "restore": "restoring.resume",
 }

@@ -27,6 +27,7 @@ from stillframe.restoring.sources import Sources
 from stillframe.retention import Keep, check_policy, encode_policy
 from stillframe.save.arrivals import Pace
 from stillframe.save.capture import Planner
+from stillframe.save.due import Due
 from stillframe.save.epochs import Epochs
 from stillframe.save.fence import OptimizerFence
 from stillframe.save.keeper_client import KeeperClient
@@ -38,6 +39,7 @@ from stillframe.save.saves import Save, Saves
 from stillframe.save.seal_count import SealCount
 from stillframe.save.stager import Stager
 from stillframe.save.steps import TakenSteps
+from stillframe.schedule import Every, check_every
 from stillframe.tiers import Tier, TierConfig, TierName, check_tiers
 from stillframe.units import parse_rate
 
@@ -69,6 +71,7 @@ class Checkpointer:
     deadline_s: how long ranks wait for one another: here, in ``restore``, and before a commit is given up.
     events: record in ``<root>/run/events`` what happens, for ``stillframe watch``, ``report`` and ``trace``.
     tiers: where else checkpoints are carried, and restored from: ``[Tier("/lustre/gpt", every=10), Tier("s3://…")]``.
+    every: which steps :meth:`due` names: ``Every(steps=100)``, ``Every(minutes=30)``, ``Every(steps=100, minutes=30)``.
     storage_options: for an object store, as obstore takes them (``{"endpoint": …, "access_key_id": …}``); by default
     what the environment says, as for the vendor's own tools.  ``"retry_timeout"``: for how many seconds a server that
     does not answer is asked again, instead of 300 for a save and 30 for all that somebody waits for.
@@ -96,8 +99,10 @@ class Checkpointer:
         events: bool = True,
         storage_options: Mapping[str, Any] | None = None,
         tiers: Sequence[Tier] = (),
+        every: Every | None = None,
     ) -> None:
         check_on_error(on_error)
+        schedule = check_every(every)
         check_choice("when_busy", when_busy, ("wait", "skip"))
         policy, options = check_policy(keep), check_options(storage_options)
         pace = None if stage_limit is None else Pace(parse_rate(stage_limit, "stage_limit"))
@@ -132,6 +137,7 @@ class Checkpointer:
             self._steps, self._saves, self._planner, self._stager, self._keeper, self._fence,
             is_audited=audit, skips_when_busy=when_busy == "skip",
         )  # fmt: skip
+        self._due = Due(schedule, group)
         parts = Parts(self._saves, self._stager, self._fence)
         self._lifetime = Lifetime(self, parts.at_exit, parts.let_go, f"a Checkpointer of {self._catalog.root}")
 
@@ -160,6 +166,17 @@ class Checkpointer:
         """
         self._lifetime.check_open("save")
         return self._saver.save(check_step(step), state, metadata, None)
+
+    def due(self, step: int) -> bool:
+        """Whether this step is one to save, as ``every`` says; the same answer on every rank.
+
+        Ask once at each step, on every rank: ``if checkpointer.due(step): checkpointer.save(step, state)``.
+
+        Blocks, if minutes count and there are several ranks: for a moment, once for each step that is due by the clock.
+        Raises: :class:`ConfigError` if there is no ``every``.
+        """
+        self._lifetime.check_open("due")
+        return self._due.at(check_step(step))
 
     def fence(self, *, wait: bool = False) -> None:
         """From here on the state may change, until the next save.

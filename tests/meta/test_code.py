@@ -21,7 +21,7 @@ LAYERS = [
     {"__main__"},
     {"cli", "integrations", "testing"},
     {"convert", "observe", "selftest"},
-    {"spi"},
+    {"preemption", "spi"},
     {"checkpointer"},
     {"save", "restoring"},
     {"keeper", "ranks"},
@@ -29,14 +29,26 @@ LAYERS = [
     {"link"},
     {"tiers"},
     {"format", "store"},
-    {"lineage", "retention"},
+    {"lineage", "retention", "schedule"},
     {"model", "waits"},
     {"latch", "units", "untrusted"},
     {"errors", "version"},
 ]
 CLIENTS = {"integrations"}
 """Parts that use stillframe as its users do, by its public names."""
-TORCH = {"spi", "checkpointer", "convert", "save", "restoring", "ranks", "state", "integrations", "testing", "selftest"}
+TORCH = {
+    "preemption",
+    "spi",
+    "checkpointer",
+    "convert",
+    "save",
+    "restoring",
+    "ranks",
+    "state",
+    "integrations",
+    "testing",
+    "selftest",
+}
 
 
 def part_of(module: str) -> str:

@@ -109,14 +109,32 @@ def test_the_lines_on_tiers_run(tmp_path: Path) -> None:
     assert stillframe.Catalog(lustre).steps() == [0, 100, 200]
     exec(back, scope)
     assert (scope["report"].step, scope["report"].source) == (200, str(node))
-    handler = signal.getsignal(signal.SIGTERM)
-    try:
-        exec(stop.replace("loss = ", "stop.append(True)\n        loss = "), {**scope, "steps": 1000})
-    finally:
-        signal.signal(signal.SIGTERM, handler)
+    assert end_by_signal(stop, {**scope, "steps": 1000}) == 143
     assert stillframe.Catalog(node).latest() == 201
     exec(readme, {**scope, "stillframe": stillframe, "datetime": datetime, "step": 300})
     assert stillframe.Catalog(lustre).latest() == 300
+
+
+def end_by_signal(code: str, scope: dict[str, Any]) -> object:
+    """Runs it, with a SIGTERM in its first step; what it leaves with."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    code = code.replace("loss = ", "__import__('os').kill(__import__('os').getpid(), 15)\n        loss = ")
+    try:
+        with pytest.raises(SystemExit) as left:
+            exec(code, scope)
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    return left.value.code
+
+
+def test_the_lines_on_jobs_that_end_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    block = re.findall(r"```python\n(.*?)```", (REPOSITORY / "docs/guides/preemption.md").read_text(), re.DOTALL)[0]
+    exec(block, names(make_model(), 3))
+    assert stillframe.Catalog("runs/gpt").steps() == [0]  # a multiple of 500
+    assert end_by_signal(block, names(make_model(), 1000)) == 143
+    assert stillframe.Catalog("runs/gpt").steps() == [0, 1]
 
 
 def test_every_file_and_target_that_a_document_names_exists() -> None:

@@ -86,6 +86,7 @@ def test_the_public_names_are_what_we_think() -> None:
         "Checkpointer",
         "ConfigError",
         "DeadlineError",
+        "Every",
         "ExistsError",
         "FormatError",
         "IntegrityError",
@@ -98,6 +99,7 @@ def test_the_public_names_are_what_we_think() -> None:
         "MismatchError",
         "NotFoundError",
         "Phase",
+        "Preemption",
         "Progress",
         "RestoreReport",
         "Save",
@@ -114,6 +116,7 @@ def test_the_public_names_are_what_we_think() -> None:
         "UnsupportedStateError",
         "VersionError",
         "load",
+        "on_preemption",
         "register_leaf",
         "restore",
     ]
@@ -148,7 +151,7 @@ def test_the_public_names_are_what_we_think() -> None:
 
 def test_a_checkpointer_has_these_methods_and_no_others() -> None:
     public = [name for name in dir(Checkpointer) if not name.startswith("_")]
-    assert public == ["close", "fence", "quiesce", "restore", "rewind", "save", "stats", "wait"]
+    assert public == ["close", "due", "fence", "quiesce", "restore", "rewind", "save", "stats", "wait"]
     options = {name: list(inspect.signature(getattr(stillframe, name)).parameters) for name in ("load", "Catalog")}
     assert options == {
         "load": ["root", "step", "only", "rank", "storage_options"],

@@ -1,0 +1,163 @@
+"""Jobs that are told to end: one more checkpoint, the same step on every rank, and out.
+
+A scheduler that wants a node back sends a signal and kills the job some time later.  The signal may come in the middle
+of an update, and to one rank only.  So its handler only notes it; the save is made where the loop asks, between two
+steps, at one that all ranks agree on (:mod:`stillframe.ranks.meeting`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import signal
+import threading
+import time
+from collections.abc import Sequence
+from types import FrameType, TracebackType
+from typing import Any, NoReturn
+
+from stillframe.checkpointer import Checkpointer
+from stillframe.errors import ConfigError, DeadlineError, ExistsError, StillframeError
+from stillframe.model import check_deadline, check_step
+from stillframe.ranks.meeting import Meeting
+
+logger = logging.getLogger("stillframe")
+
+_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+
+
+def on_preemption(
+    checkpointer: Checkpointer,
+    state: Any,
+    *,
+    signals: Sequence[int] = _SIGNALS,
+    deadline_s: float = 20.0,
+    exit_code: int | None = None,
+    on_exception: bool = False,
+) -> Preemption:
+    """From now on a signal ends the run at the end of a step, with a checkpoint of it.  On every rank::
+
+        preemption = stillframe.on_preemption(checkpointer, state)
+        for step in range(report.next_step, steps):
+            ...
+            optimizer.step()
+            preemption.check(step)                # after a signal: saves, waits, and leaves
+
+    signals: which ones.  One that reaches any rank ends all of them.
+    deadline_s: how long a rank that leaves waits until the checkpoint is committed, and its tiers have it.  After that
+    it leaves all the same; its keeper finishes what is staged, if it is not killed with the job.
+    exit_code: of the process; by default 128 and the signal's number, as if it had ended the process (143 for SIGTERM).
+    on_exception: used in a ``with`` statement, also save when an exception ends the loop.  Only if no update has begun
+    since the last :meth:`~Preemption.check`, else the state is of no step; a data loader may be a batch ahead.  Of
+    several ranks all must fail so: without one of them nothing is committed.
+
+    Thread: the main one, as for all signal handlers.  Raises: :class:`ConfigError`.
+    """
+    return Preemption(checkpointer, state, tuple(signals), check_deadline(deadline_s), exit_code, on_exception)
+
+
+class Preemption:
+    """Made by :func:`on_preemption`.  :meth:`close`, or the end of a ``with`` statement, puts back earlier handlers."""
+
+    def __init__(
+        self,
+        checkpointer: Checkpointer,
+        state: Any,
+        signals: tuple[int, ...],
+        deadline_s: float,
+        exit_code: int | None,
+        on_exception: bool,
+    ) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            raise ConfigError("on_preemption: call it in the main thread; Python allows signal handlers only there")
+        self._checkpointer = checkpointer
+        self._state = state
+        self._deadline_s = deadline_s
+        self._exit_code = exit_code
+        self._on_exception = on_exception
+        self._step: int | None = None
+        self._updates = 0
+        self._meeting = Meeting(checkpointer._group, "preemption")
+        self.is_requested = False
+        """Whether this rank got a signal.  The others learn of it in :meth:`check`."""
+        self._before: dict[int, Any] = {}
+        for number in signals:
+            try:
+                self._before[number] = signal.signal(number, self._note)
+            except (ValueError, OSError, TypeError) as error:
+                self.close()
+                raise ConfigError(
+                    f"on_preemption(signals={signals!r}): {number!r} cannot be handled: {error}"
+                ) from None
+        self.is_requested = False
+        """Whether this rank got a signal.  The others learn of it in :meth:`check`."""
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        """Runs between any two lines of the main thread: it must not do more than this."""
+        self.is_requested = True
+        self._meeting.call(str(number))
+
+    def check(self, step: int) -> None:
+        """At the end of every step, on every rank: saves and leaves if the run was told to end.
+
+        Leaving is :class:`SystemExit`, with the checkpointer closed.  Blocks otherwise for a moment at most once in a
+        run: while the ranks agree on the step.
+        """
+        self._step, self._updates = check_step(step), self._checkpointer._fence.updates
+        try:
+            number = self._meeting.passed(self._step)
+        except DeadlineError as error:
+            logger.warning("told to end, and left without another checkpoint: %s", error)
+            self._leave(signal.SIGTERM)
+        if number:
+            name = _name(int(number))
+            logger.warning("%s: saving step %d, then leaving", name, self._step)
+            self._save(self._step, {"preempted_by": name})
+            self._leave(int(number))
+
+    def close(self) -> None:
+        """Signals do again what they did before.  May be called again."""
+        while self._before:
+            number, before = self._before.popitem()
+            with contextlib.suppress(ValueError, TypeError):  # another thread; a handler that Python did not set
+                signal.signal(number, before)
+
+    def __enter__(self) -> Preemption:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+        if not self._on_exception or not isinstance(error, Exception) or self._step is None:
+            return
+        if self._checkpointer._fence.updates != self._updates:
+            logger.warning("no checkpoint on %s: an update had begun since step %d", type(error).__name__, self._step)
+            return
+        self._save(self._step, {"ended_by": type(error).__name__})
+
+    def _save(self, step: int, metadata: dict[str, Any]) -> None:
+        """Never raises: whoever leaves, leaves."""
+        try:
+            self._checkpointer.save(step, self._state, metadata=metadata)
+        except ExistsError:
+            pass  # the loop has saved this step itself
+        except StillframeError as error:
+            logger.warning("step %d: %s", step, error)
+
+    def _leave(self, number: int) -> NoReturn:
+        """Every rank does: none is left to wait for in a collective."""
+        began = time.monotonic()
+        try:
+            self._checkpointer.close(self._deadline_s)
+        except StillframeError as error:
+            logger.warning("%s", error)
+        logger.warning("left after %.1f s", time.monotonic() - began)
+        raise SystemExit(128 + number if self._exit_code is None else self._exit_code)
+
+
+def _name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal
+        return f"signal {number}"

@@ -222,7 +222,8 @@ class Checkpointer:
         self._saves.raise_untold()
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Wait until every save is committed and the tiers have what is due; let the keeper go, remove the fence.
+        """Wait until every save is committed, what was given to :meth:`Save.then` has returned, and the tiers have what
+        is due; let the keeper go, remove the fence.
 
         May be called again.  A tier that fails is not waited for long: it gets the rest from the next run.  Ctrl-C ends
         it in about a second, at once when it comes again; a line says what is left to the keeper and the next run.
@@ -235,6 +236,8 @@ class Checkpointer:
         began, limit_s = time.monotonic(), timeout_s
         try:
             self._saves.wait_all("committed", timeout_s)
+            if not self._saves.callbacks.finish(None if timeout_s is None else timeout_s - _since(began)):
+                raise DeadlineError(f"after {timeout_s:g} s a function given to Save.then() has not returned")
             if not self._keeper.tiers.wait_at_close(None if timeout_s is None else timeout_s - _since(began)):
                 limit_s = _since(began) + _BEHIND_S if timeout_s is None else timeout_s  # the keeper still carries
         except DeadlineError as error:

@@ -110,6 +110,7 @@ class Parts:
             self._saves.stage_at_exit()
         finally:
             self._fence.remove()
+            self._saves.callbacks.end(_EXIT_S)
             self._stager.end_thread(_EXIT_S)
             self._stager.release()  # unpinned while there is a runtime to ask
 

@@ -20,7 +20,9 @@ from typing import Any, Protocol
 
 from stillframe.errors import BusyError, ConfigError, DeadlineError, StillframeError
 from stillframe.latch import LOOK_S, Bell, check_may_wait
-from stillframe.model import PHASES, Phase, Progress, Stats, TierPhase, Times
+from stillframe.model import PHASES, Phase, Stats, TierPhase
+from stillframe.save.callbacks import Callbacks
+from stillframe.save.handle import Save as Save
 from stillframe.save.on_error import OnError, Telling
 from stillframe.tiers import TierName
 from stillframe.units import format_ranks
@@ -38,72 +40,6 @@ def check_phase(phase: str) -> int:
     if phase not in PHASES:
         raise ConfigError(f"phase={phase!r} is not one of {', '.join(PHASES)}")
     return PHASES.index(phase)
-
-
-class Save:
-    """One requested checkpoint, on its way through the phases.  Thread: safe from any."""
-
-    def __init__(
-        self, saves: Saves, number: int, step: int, attempt: int, total_bytes: int, requested_s: float
-    ) -> None:
-        self.step = step
-        self.attempt = attempt
-        """1, unless earlier saves of the step have failed."""
-        self.number = number
-        self._is_suspect = False
-        """Its bytes should differ from those of the save before."""
-        self.epoch: int | None = None
-        """Known once it is sealed."""
-        self._saves = saves
-        self._total_bytes = total_bytes
-        self._staged_bytes = 0
-        self._flushed_bytes = 0
-        self._phase: Phase = "captured"
-        self._error: StillframeError | None = None
-        self._times = Times(requested_s)
-        self._awaited: tuple[int, ...] = ()
-        self.job: Any = None
-        """The stager's: what is to be copied, and how far it is."""
-
-    @property
-    def phase(self) -> Phase:
-        return self._phase
-
-    @property
-    def error(self) -> StillframeError | None:
-        """Why it failed; ``None`` if it has not."""
-        return self._error
-
-    @property
-    def progress(self) -> Progress:
-        return Progress(self._total_bytes, self._staged_bytes, self._flushed_bytes)
-
-    @property
-    def times(self) -> Times:
-        return self._times
-
-    @property
-    def tiers(self) -> dict[str, TierPhase]:
-        """How far it is in each tier: ``"waiting"``, ``"carrying"``, ``"committed"`` or ``"not carried"``."""
-        tiers = self._saves.tiers
-        return {} if tiers is None else tiers.phases(self)
-
-    def wait(
-        self,
-        phase: Phase = "committed",
-        timeout_s: float | None = None,
-        *,
-        tier: TierName | None = None,
-    ) -> None:
-        """Block until this save has reached ``phase``; with ``tier``, until it is committed there, too.
-
-        Raises: its error, if it failed; :class:`BusyError` if it was skipped; :class:`DeadlineError`;
-        :class:`NotFoundError` if it is not carried to that tier.
-        """
-        self._saves.wait_for(self, phase, timeout_s, tier)
-
-    def __repr__(self) -> str:
-        return f"<Save step={self.step} {self._phase}>"
 
 
 class InTiers(Protocol):
@@ -127,6 +63,7 @@ class Saves:
         """Runs now and then while somebody waits: fails the saves whose workers have died without a word."""
         self.on_end: list[Callable[[Save], None]] = []
         """Called for each save that is committed or has failed, before anybody else learns of it; must not block."""
+        self.callbacks = Callbacks()
         self._lock = threading.RLock()  # always in a with statement, which no signal can break up
         self._numbers = itertools.count(1)
         self._in_flight: dict[int, Save] = {}
@@ -218,9 +155,21 @@ class Saves:
             self._in_flight.pop(number, None)
             self._count(committed=1)
             self.last_committed = save
+            self._call_back(save)
             self._counts["committed_step"] = save.step
             self._counts["committed_unix_s"] = time.time()
         return save
+
+    def then(self, save: Save, function: Callable[[Save], object]) -> None:
+        with self._lock:
+            save._then.append(function)
+            if save.phase == "committed":
+                self._call_back(save)
+
+    def _call_back(self, save: Save) -> None:
+        functions, save._then = save._then, []
+        for function in functions:
+            self.callbacks.put(function, save)
 
     def fail(self, number: int, error: StillframeError) -> list[Save]:
         """The save, for :meth:`tell_failed`; none if it had ended already."""

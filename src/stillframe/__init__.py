@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from stillframe.retention import Keep, KeepBest, KeepEvery, KeepFor, KeepLast
     from stillframe.save.saves import Save
     from stillframe.schedule import Every
+    from stillframe.state.batches import Batches
     from stillframe.state.codecs import register_leaf
     from stillframe.state.rng import RNG
     from stillframe.state.train_state import TrainState
@@ -76,6 +77,7 @@ _check_platform(sys.platform)
 
 __all__ = [
     "RNG",
+    "Batches",
     "BusyError",
     "Catalog",
     "Checkpoint",
@@ -119,6 +121,7 @@ __all__ = [
 
 # Looked up when first used: the keeper imports this package too, and must not import torch.
 _HOMES = {
+    "Batches": "state.batches",
     "Catalog": "checkpoint.catalog",
     "Checkpoint": "checkpoint.catalog",
     "Checkpointer": "checkpointer",

@@ -62,7 +62,7 @@ def test_the_everyday_lines_of_the_readme_run(tmp_path: Path, monkeypatch: pytes
         checkpointer.save(1000, state).wait()
         scope = {
             "stillframe": stillframe, "checkpointer": checkpointer, "state": state, "step": 1001, "root": "other",
-            "Vocabulary": Vocabulary, "encode": vars, "decode": Vocabulary,
+            "Vocabulary": Vocabulary, "encode": vars, "decode": Vocabulary, "loader": [1, 2],
         }  # fmt: skip
         (block,) = [each for each in BLOCKS if "register_leaf" in each]
         lines = block.replace("stillframe.Checkpointer(root", "made = stillframe.Checkpointer(root")

@@ -80,6 +80,7 @@ def test_a_type_checker_takes_right_uses_and_no_others(tmp_path: Path) -> None:
 def test_the_public_names_are_what_we_think() -> None:
     assert stillframe.__all__ == [
         "RNG",
+        "Batches",
         "BusyError",
         "Catalog",
         "Checkpoint",

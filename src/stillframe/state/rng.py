@@ -42,7 +42,19 @@ class RNG:
 
     Where other devices are visible than at save time, the current device takes the state of the one that was current
     then, and the others take theirs by index.  A warning tells what was left over.
+
+    Making an iterator of a ``DataLoader`` draws a number, also after a restore, where the first run did not.  So
+    iterate over :class:`Batches`, which takes care of it; or, with a loader that keeps its own position, call
+    :meth:`again`.
     """
+
+    def __init__(self) -> None:
+        self._restored: dict[str, Any] | None = None
+
+    def again(self) -> None:
+        """Put back once more what was restored, if anything was: when the first batch after a restore has come."""
+        if self._restored is not None:
+            self.load_state_dict(self._restored)
 
     def state_dict(self) -> dict[str, Any]:
         version, internal, gauss = random.getstate()
@@ -64,6 +76,7 @@ class RNG:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._restored = state
         python = state["python"]
         random.setstate((python["version"], tuple(array("Q", python["internal"])), python["gauss"]))
         torch.set_rng_state(state["torch"].cpu())

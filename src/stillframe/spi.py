@@ -6,7 +6,7 @@ boxes        TensorBox, BoxReader, ELSEWHERE: parts of tensors and of lists, for
 other names  Label, read_alias, show_labels: a directory in the root that stands for a save
 values       storable: whether a value comes back as it was; is_wrapper: whether a tensor wraps others;
              load_rank: what one rank saved of a save
-roots        has_saves: whether there is anything to wait for
+roots        has_saves: whether there is anything to wait for; wait_finished: for the keepers of a run that has ended
 processes    keeper_pid
 
 A ``Checkpointer`` takes the step from its caller, who counts alike on every rank.  A loop that does not number its
@@ -30,7 +30,7 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from stillframe.checkpoint import labels
+from stillframe.checkpoint import labels, lock
 from stillframe.checkpoint.catalog import Catalog
 from stillframe.checkpoint.labels import read_alias
 from stillframe.checkpointer import Checkpointer
@@ -70,6 +70,7 @@ __all__ = [
     "settle",
     "show_labels",
     "storable",
+    "wait_finished",
     "withdraw",
 ]
 
@@ -171,6 +172,15 @@ def show_labels(root: str | os.PathLike[str]) -> None:
 def has_saves(root: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None) -> bool:
     """Whether something was saved to this root, or has begun to be.  Raises: :class:`StorageError`."""
     return bool(Catalog(root, storage_options=storage_options).look().saves)
+
+
+def wait_finished(root: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None) -> bool:
+    """Block until the keepers of a run that was killed have committed what they hold; then ``Catalog.latest`` is final.
+
+    For those who list a root before they begin a run in it.  Reads only.  Returns whether nobody is at work there:
+    ``False`` means that a run trains there.  Raises: :class:`BusyError` if a keeper hangs; :class:`StorageError`.
+    """
+    return lock.wait_finished(Catalog(root, storage_options=storage_options).store)
 
 
 def keeper_pid(checkpointer: Checkpointer) -> int | None:

@@ -142,6 +142,7 @@ def test_the_public_names_are_what_we_think() -> None:
         "settle",
         "show_labels",
         "storable",
+        "wait_finished",
         "withdraw",
     ]
     for module in (stillframe, spi):

@@ -23,6 +23,7 @@ from stillframe.link.liveness import Patience, Pulse
 from stillframe.store.lock import NOTE_BYTES, FileLock, NoLocks
 from stillframe.store.protocol import Missing, Store
 from stillframe.untrusted import decode_json
+from stillframe.waits import Wait
 
 State = Literal["training", "finishing"]
 GRACE_S = 5.0
@@ -100,6 +101,35 @@ def owner_of(store: Store, rank: int) -> Owner | None:
             return _read(lock)
     except (StorageError, NoLocks):
         return None
+
+
+def wait_finished(store: Store) -> bool:
+    """Block until no keeper whose trainer is gone is at work here.  Whether nobody is: else a run trains here.
+
+    Writes nothing.  Waits as long as such a keeper gets on; where there are no locks, for nobody.
+    Raises: :class:`BusyError` if one hangs; :class:`StorageError` if the root cannot be looked at.
+    """
+    ranks = [rank for name in store.list(names.RUN) if (rank := names.parse_lock(name)) is not None]
+    return all(_wait_for_end(store, rank) for rank in sorted(ranks))
+
+
+def _wait_for_end(store: Store, rank: int) -> bool:
+    wait = Wait(f"the keeper of a run that has ended, in {store.where()}", None)
+    patience, waited_s = Patience(), 0.0
+    while is_held(store, rank):
+        owner = owner_of(store, rank)
+        if owner is None or owner.state == "training":
+            if waited_s > GRACE_S:  # a keeper may take a moment to notice that its trainer is gone
+                return False
+        else:
+            patience.heard(owner.pulse)
+            if patience.verdict:
+                raise _stuck(store, owner, patience.verdict)
+            wait.turn(owner.pulse.doing)
+        time.sleep(_POLL_S)
+        patience.waited(_POLL_S)
+        waited_s += _POLL_S
+    return True
 
 
 def _read(lock: FileLock) -> Owner | None:
@@ -205,7 +235,7 @@ class RootLock:
             else:
                 patience.heard(owner.pulse)
                 if patience.verdict:
-                    raise self._stuck(owner, patience.verdict)
+                    raise _stuck(self._store, owner, patience.verdict)
                 if waited_s - told_s >= _TELL_S:
                     told_s = waited_s
                     self._tell(f"waiting for {_who(owner)}: it is {owner.pulse.doing or 'at work'} ({waited_s:.0f} s)")
@@ -226,12 +256,6 @@ class RootLock:
             "One run writes to a root: stop the other one, or give this one its own root"
         )
 
-    def _stuck(self, owner: Owner, verdict: str) -> BusyError:
-        return BusyError(
-            f"{self._store.where()} is held by {_who(owner)}, which {verdict} What it has not committed by now is lost "
-            "if you end it; then start this run again"
-        )
-
     def note(self) -> None:
         """Say in the file what the holder is doing; best effort, it decides nothing but how long others wait."""
         with self._noting:  # asked and written as one: a later word never gets under an earlier one
@@ -248,6 +272,13 @@ class RootLock:
             if self._lock is not None:
                 self._lock.close()
             self._lock = None
+
+
+def _stuck(store: Store, owner: Owner, verdict: str) -> BusyError:
+    return BusyError(
+        f"{store.where()} is held by {_who(owner)}, which {verdict} What it has not committed by now is lost "
+        "if you end it; then start this run again"
+    )
 
 
 def _who(owner: Owner) -> str:

@@ -4,6 +4,8 @@ tickets      Ticket, Run, join, issue, save, withdraw, settle: below
 updates      UpdateGate holds them back for a save that another thread has yet to request
 boxes        TensorBox, BoxReader, ELSEWHERE: parts of tensors and of lists, for callers that divide a state themselves
 other names  Label, read_alias, show_labels: a directory in the root that stands for a save
+states       LiveState: makes a dict of live and other tensors stand still until the update; versions_of: to tell if
+             it did not
 values       storable: whether a value comes back as it was; is_wrapper: whether a tensor wraps others;
              load_rank: what one rank saved of a save
 roots        has_saves: whether there is anything to wait for; wait_finished: for the keepers of a run that has ended
@@ -41,6 +43,7 @@ from stillframe.restoring.boxes import BoxReader
 from stillframe.restoring.load import load_rank
 from stillframe.retention import Keep
 from stillframe.save.fence import Holds, OptimizerFence
+from stillframe.save.live import LiveState, versions_of
 from stillframe.save.saves import Save
 from stillframe.save.versions import Versions
 from stillframe.state.boxes import TensorBox
@@ -53,6 +56,7 @@ __all__ = [
     "ELSEWHERE",
     "BoxReader",
     "Label",
+    "LiveState",
     "Run",
     "TensorBox",
     "Ticket",
@@ -70,6 +74,7 @@ __all__ = [
     "settle",
     "show_labels",
     "storable",
+    "versions_of",
     "wait_finished",
     "withdraw",
 ]

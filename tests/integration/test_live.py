@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from stillframe.integrations.live import LiveState
+from stillframe.spi import LiveState
 
 
 def made() -> tuple[torch.nn.Module, torch.optim.Optimizer]:

@@ -23,9 +23,9 @@ from stillframe import (
     register_leaf,
 )
 from stillframe.integrations.dcp import Writer
-from stillframe.integrations.live import LiveState
 from stillframe.integrations.pickled import to_leaf
 from stillframe.save.device import HostDevice
+from stillframe.spi import LiveState
 from tests.support import assert_same, bytes_of
 from tests.wrapping import NEAREST, Closed, Layer, Momentum, Recipe, Rounding, Scaled, Shifted, apart
 

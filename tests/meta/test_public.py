@@ -125,6 +125,7 @@ def test_the_public_names_are_what_we_think() -> None:
         "ELSEWHERE",
         "BoxReader",
         "Label",
+        "LiveState",
         "Run",
         "TensorBox",
         "Ticket",
@@ -142,6 +143,7 @@ def test_the_public_names_are_what_we_think() -> None:
         "settle",
         "show_labels",
         "storable",
+        "versions_of",
         "wait_finished",
         "withdraw",
     ]

@@ -21,7 +21,6 @@ import torch.distributed as dist
 import stillframe
 from stillframe import spi
 from stillframe.errors import BusyError, ConfigError, StillframeError
-from stillframe.integrations.live import LiveState
 from stillframe.store import root_address
 from stillframe.store.files import kind_of
 
@@ -94,7 +93,7 @@ class _Roots:
         self.changing: dict[str, OpenRoot | None] = {}
         """Being opened, or closed (that one).  It may take a while, so it is done without the lock."""
         self.known: set[str] = set()
-        self.live: OrderedDict[str, LiveState] = OrderedDict()
+        self.live: OrderedDict[str, spi.LiveState] = OrderedDict()
 
     def take_out(self, leaving: list[OpenRoot]) -> None:
         """From here on nobody uses them.  Under the lock; then :meth:`close`, without it; then :meth:`changes_end`."""
@@ -310,11 +309,11 @@ def fence() -> None:
             each.run.fence()
 
 
-def live_state(root: str | os.PathLike[str]) -> LiveState:
+def live_state(root: str | os.PathLike[str]) -> spi.LiveState:
     """Makes the states of saves to this root.  Only behind a :func:`fence`: the copies of the one before are reused."""
     path, roots = root_address(root), _here()
     with roots.changed:
-        live = roots.live.pop(path, None) or LiveState()
+        live = roots.live.pop(path, None) or spi.LiveState()
         roots.live[path] = live
         while len(roots.live) > _MAX_LIVE:
             roots.live.popitem(last=False)

@@ -11,7 +11,6 @@ from typing import Any
 
 from stillframe import Save, spi
 from stillframe.errors import ConfigError, StateError
-from stillframe.integrations.live import versions_of
 from stillframe.integrations.open_roots import fence, live_state
 
 _thread = threading.local()
@@ -85,7 +84,7 @@ class Staging(Future[dict[str, Any]]):
         super().__init__()
         self.step = step
         self._live = live
-        self.versions = versions_of(dict(live))
+        self.versions = spi.versions_of(dict(live))
         """From now on nothing may change, though the save is requested later."""
         self.is_over = False
         """It is copied, or the copy has failed: updates are not held back any more."""

@@ -18,8 +18,10 @@ from typing import Any
 
 import torch
 
-from stillframe.spi import Versions, is_wrapper, scaled_in_forward
+from stillframe.save.versions import Versions
+from stillframe.state.forward import scaled_in_forward
 from stillframe.state.torch_internals import is_sharded_tensor, local_of, own_parameters, with_shards
+from stillframe.state.wrappers import is_wrapper
 
 _Path = tuple[Any, ...]
 _OWNERS = (torch.nn.Module, torch.optim.Optimizer)
@@ -28,8 +30,9 @@ _OWNERS = (torch.nn.Module, torch.optim.Optimizer)
 class LiveState:
     """Makes states that stand still until the next update, one after another.
 
+    For loops that hand over dicts of tensors, live ones and others, in the place of the objects that own them.
     The copies of one state are reused for the next, so that the plan of a save still fits.  Call :meth:`state` only
-    behind a fence, when the state before has been staged.
+    behind a fence, when the state before has been staged (``checkpointer.fence(wait=True)``).
     """
 
     def __init__(self) -> None:

@@ -57,16 +57,22 @@ class Ticket(msgspec.Struct, frozen=True, order=True, forbid_unknown_fields=True
 
 @dataclass(frozen=True)
 class Label:
-    """A directory in the root, an alias of one save, that appears when the save is committed.
+    """A directory, an alias of one save, that appears when the save is committed.
 
     For those who look for files by a name.  ``files``: this rank's, by name; each holds ``content``, and then a line of
-    JSON that says whose alias it is: step, epoch, attempt, rank.  ``total``: the files of all ranks; if given, the
-    directory appears only if it has as many.  ``is_latest``: the file ``latest`` in the root names it, as long as it is
-    the newest on the branch.  Every rank gives the same ``name``, and names of files that no other rank gives.
+    JSON that says whose alias it is: step, epoch, attempt, rank.  ``contents``: more files of this rank, by name, which
+    hold just that.  ``segment``: this rank's segment has this name there, too; it is not copied, but linked.
+    ``total``: the files of all ranks; if given, the directory appears only if it has as many.  ``is_latest``: the file
+    ``latest`` in the root names it, as long as it is the newest on the branch.  Every rank gives the same ``name``, and
+    names of files that no other rank gives.
+
+    It appears in the root, or, seen from the root, in ``home``: in ``..``, the directory that the root lies in, or in
+    one beside the root (``../checkpoints``).  So a root need not lie where others list what they find.
 
     A later save may have the same name: then it takes it over, and the earlier save is removed.  The directory goes
-    when its checkpoint does.  If it is removed while the run lives, the checkpoint goes after the next save with a
-    label; renaming or copying it within the root does nothing.  A label that cannot be made costs a warning.
+    when its checkpoint does.  If it is removed from the root while the run lives, the checkpoint goes after the next
+    save with a label; renaming or copying it within the root does nothing.  If it is removed from a ``home``, nothing
+    happens: other things come and go there.  A label that cannot be made costs a warning.
     """
 
     name: str
@@ -74,10 +80,30 @@ class Label:
     content: bytes = b""
     is_latest: bool = False
     total: int | None = None
+    contents: tuple[tuple[str, bytes], ...] = ()
+    segment: str = ""
+    home: str = ""
 
     def __post_init__(self) -> None:
-        for name in (self.name, *self.files):
+        for name in (self.name, *self.names):
             check_label_name(name)
+        check_label_home(self.home)
+        if self.home and self.is_latest:
+            raise ConfigError("Label: `latest` names a label in the root, not one in a home")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of all files of this rank."""
+        return (*self.files, *(name for name, _ in self.contents), *((self.segment,) if self.segment else ()))
+
+
+def check_label_home(home: str) -> None:
+    """Raises :class:`ConfigError` if it is neither the root itself, nor beside or right above it."""
+    above, _, name = home.partition("/")
+    if above not in ("", "..") or (not above and name):
+        raise ConfigError(f"{home!r} cannot be the home of labels: give '..', or '../NAME', as seen from the root")
+    if "/" in home:
+        check_label_name(name)
 
 
 def check_label_name(name: object) -> None:

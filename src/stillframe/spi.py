@@ -3,7 +3,8 @@
 tickets      Ticket, Run, join, issue, save, withdraw, settle: below
 updates      UpdateGate holds them back for a save that another thread has yet to request
 boxes        TensorBox, BoxReader, ELSEWHERE: parts of tensors and of lists, for callers that divide a state themselves
-other names  Label, read_alias, show_labels: a directory in the root that stands for a save
+other names  Label, read_alias, show_labels, save_of: a directory that stands for a save
+removal      remove: single steps, beside the run that saves there
 states       LiveState: makes a dict of live and other tensors stand still until the update; versions_of: to tell if
              it did not
 values       storable: whether a value comes back as it was; is_wrapper: whether a tensor wraps others;
@@ -32,9 +33,9 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from stillframe.checkpoint import labels, lock
+from stillframe.checkpoint import labels, lock, requests
 from stillframe.checkpoint.catalog import Catalog
-from stillframe.checkpoint.labels import read_alias
+from stillframe.checkpoint.labels import read_alias, save_of
 from stillframe.checkpointer import Checkpointer
 from stillframe.errors import StillframeError
 from stillframe.format.values import ELSEWHERE
@@ -69,7 +70,9 @@ __all__ = [
     "keeper_pid",
     "load_rank",
     "read_alias",
+    "remove",
     "save",
+    "save_of",
     "scaled_in_forward",
     "settle",
     "show_labels",
@@ -172,6 +175,20 @@ def show_labels(root: str | os.PathLike[str]) -> None:
     Raises: :class:`StorageError`.
     """
     labels.publish_committed(Catalog(root))
+
+
+def remove(checkpointer: Checkpointer, steps: Sequence[int], *, force: bool = False) -> None:
+    """Remove every checkpoint of these steps: for loops that decide themselves what stays, and save with ``keep=None``.
+
+    One request for all of them, which rank 0's keeper carries out, about a second later; call it on one rank, on a
+    thread that may block (:meth:`Save.then`).  Those that are pinned, or are being read, stay; so does the newest,
+    unless ``force`` is given.  What stays is no error: ask again.
+    Raises: :class:`BusyError` if the keeper does not answer; :class:`StorageError`.
+    """
+    checkpointer._keeper.wait_ready()
+    done = requests.remove_if_free(checkpointer._catalog, [check_step(step) for step in steps], force=force)
+    if done.error is not None:
+        raise done.error
 
 
 def has_saves(root: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None) -> bool:

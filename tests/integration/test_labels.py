@@ -170,8 +170,8 @@ def test_latest_does_not_go_back_when_a_run_starts(tmp_path: Path) -> None:
 
 def test_latest_is_written_after_the_directory_has_appeared(tmp_path: Path) -> None:
     class Recorded(PosixStore):
-        def rename(self, source: str, target: str, durable: bool = True) -> None:
-            super().rename(source, target, durable)
+        def rename(self, source: str, target: str, durable: bool = True, *, into: PosixStore | None = None) -> None:
+            super().rename(source, target, durable, into=into)
             order.append(target)
 
         def put(self, key: str, data: object, durable: bool = True) -> None:

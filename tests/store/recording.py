@@ -102,6 +102,11 @@ class Recorder(Calls):
         super().link(old, new, dir_fd)
         self._note("name", self._node(dir_fd), new, self._node(dir_fd, new))
 
+    def link_to(self, old: str, new: str, old_fd: int, new_fd: int) -> None:
+        self._turn()
+        super().link_to(old, new, old_fd, new_fd)
+        self._note("name", self._node(new_fd), new, self._node(new_fd, new))
+
     def fsync(self, fd: int) -> None:
         self._turn()
         self._note("sync", self._node(fd))
@@ -210,6 +215,8 @@ class Op:
             store.delete([self.key, *([self.other] if self.other else [])])
         elif self.verb == "rename":
             store.rename(self.key, self.other)
+        elif self.verb == "link":
+            store.link(self.key, self.other)
         else:
             writer = store.writer(self.key, len(self.value))
             view = memoryview(self.value)
@@ -228,6 +235,8 @@ class Op:
             return {self.key: None, self.other or self.key: None}
         if self.verb == "adopt":
             return {self.key: self.value, self.other: None}
+        if self.verb == "link":
+            return {self.other: self.value}
         return {self.key: None, self.other: self.value} if self.verb == "rename" else {self.key: self.value}
 
 

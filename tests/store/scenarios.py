@@ -31,6 +31,7 @@ IN_TURN: dict[str, Ops] = {
     "blobs": [(0, "write", "d/x", C + A), (1, "write", "d/x", B), (0, "abort", "d/x", A), (1, "delete", "d/x")],
     "a hint that is claimed": [(0, "hint", "x", A), (1, "put_new", "x", A), (0, "put", "y", B), (0, "put_new", "y", B)],
     "adopted": [(0, "put", "d/s", A), (1, "adopt", "d/x", A, "d/s"), (0, "put", "d/s", B)],
+    "linked": [(0, "put", "d/x", A), (1, "link", "d/x", A, "e/y"), (0, "put", "e/z", B)],
     "renamed": [(0, "put", "d/x", A), (0, "put", "e/z", B), (1, "rename", "d/x", A, "e/y"), (0, "put", "e/y", B)],
 }  # fmt: skip
 WITH_SPARE: dict[str, Ops] = {

@@ -35,6 +35,7 @@ WEAKER = {
     "sync": {"nothing": "None"},
     "rename": {"nothing": "None", "a copy": "copy_bytes({calls}, {args})"},
     "link": {"nothing": "None", "a rename": "{calls}.rename({args}, {last})"},
+    "link_to": {"nothing": "None", "a rename": "{calls}.rename({args})"},
     "rename_new": {"nothing": "None", "a rename": "{calls}.rename({args}, {last})"},
 }
 

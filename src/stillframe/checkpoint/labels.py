@@ -1,11 +1,11 @@
 """Labels: directories that others look for; each is an alias of one save, and appears, complete, after its commit.
 
 ``<root>/label-<save>.partial``   every rank puts its files there before it seals
-``<root>/<name>``                 the same directory, once the save is committed
+``<root>/<name>``                 the same directory, once the save is committed; or ``<root>/<home>/<name>``
 ``<root>/latest``                 the name of the newest labelled checkpoint of the branch that asks for that
 ``<root>/step-…/label.json``      which label a save has, written before its manifest
 
-A name goes to the newest save that asks for it; the save that had it before goes (:class:`LabelUse`).  ``latest`` is
+A name goes to the newest save that asks for it; the save that had it before goes (:mod:`.label_use`).  ``latest`` is
 written after the directory has appeared.  A crash in between leaves partial names, which the next run deals with.  A
 label that fails never costs the checkpoint.  Only a file system can rename a directory, so only there are labels.
 """
@@ -13,20 +13,21 @@ label that fails never costs the checkpoint.  Only a file system can rename a di
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator
+import os
+from collections.abc import Iterator
 
 import msgspec
 
 from stillframe.checkpoint.catalog import Catalog
 from stillframe.errors import ConfigError, ExistsError, StateError, StorageError
 from stillframe.format import limits, names
-from stillframe.model import Label, SaveId, check_label_name
+from stillframe.model import Label, SaveId, check_label_home, check_label_name
 from stillframe.store.posix import PosixStore
-from stillframe.store.protocol import Missing, NotOurs, read_all
+from stillframe.store.protocol import Missing, NotOurs, Store, read_all
 from stillframe.untrusted import decode_json
 
 
-class _Kept(msgspec.Struct, frozen=True):
+class Kept(msgspec.Struct, frozen=True):
     """What ``label.json`` in a save's directory, and in the label's own, holds."""
 
     save: SaveId
@@ -34,10 +35,19 @@ class _Kept(msgspec.Struct, frozen=True):
     is_latest: bool
     files: int | None = None
     """So many it has; ``None``: not known."""
+    home: str = ""
+    """Where the directory is, seen from the root."""
+    root: str = ""
+    """The name of the root, where others may have the same home."""
 
     @property
     def age(self) -> tuple[int, int, int]:
-        return _age(self.save)
+        return age(self.save)
+
+    @property
+    def key(self) -> str:
+        """Of the label's own ``label.json``, in its home."""
+        return f"{self.name}/{names.LABEL}"
 
 
 class _Alias(msgspec.Struct, frozen=True):
@@ -59,6 +69,12 @@ def read_alias(data: bytes) -> tuple[SaveId, int] | None:
     return (save, found.rank) if names.is_id(save) else None
 
 
+def save_of(directory: str | os.PathLike[str]) -> SaveId | None:
+    """Which save a directory is the label of; ``None`` if it is no label.  Raises :class:`StorageError`."""
+    kept = kept_in(PosixStore(directory), names.LABEL)
+    return None if kept is None else kept.save
+
+
 # --- a save that has a label -----------------------------------------------------------------
 
 
@@ -66,8 +82,9 @@ def check_free(catalog: Catalog, label: Label) -> None:
     """Raises :class:`ExistsError` if something that is no label has the name; :class:`ConfigError`."""
     if not isinstance(catalog.store, PosixStore):
         raise ConfigError(f"{catalog.root} is not on a file system: it can have no labels")
-    if catalog.store.head(label.name) is not None and _kept(catalog, f"{label.name}/{names.LABEL}") is None:
-        raise _taken(catalog, label.name)
+    home = home_of(catalog, label.home)
+    if home.head(label.name) is not None and kept_in(home, f"{label.name}/{names.LABEL}") is None:
+        raise _taken(home, label.name)
 
 
 def write(catalog: Catalog, save: SaveId, label: Label, rank: int, world_size: int, decides: bool) -> None:
@@ -80,12 +97,18 @@ def write(catalog: Catalog, save: SaveId, label: Label, rank: int, world_size: i
     alias = msgspec.json.encode(_Alias(save.step, save.epoch, save.attempt, rank))
     for name in label.files:
         store.put(f"{directory}/{name}", label.content + b"\n" + alias)
+    for name, content in label.contents:
+        store.put(f"{directory}/{name}", content)
     if decides:
         is_alone = world_size == 1 or catalog.rank is not None
-        count = len(label.files) if is_alone else label.total
-        kept = msgspec.json.encode(_Kept(save, label.name, label.is_latest, count))
+        count = len(label.names) if is_alone else label.total
+        root = os.path.basename(store.where()) if label.home else ""
+        kept = msgspec.json.encode(Kept(save, label.name, label.is_latest, count, label.home, root))
         store.put(f"{directory}/{names.LABEL}", kept)
         store.put(names.key(save, names.LABEL), kept)
+    if label.segment:
+        assert isinstance(store, PosixStore)
+        store.link(names.key(save, names.segment(rank)), f"{directory}/{label.segment}")
 
 
 def publish(catalog: Catalog, save: SaveId) -> None:
@@ -93,7 +116,7 @@ def publish(catalog: Catalog, save: SaveId) -> None:
 
     Raises: :class:`StorageError`: the next run tries again; :class:`ExistsError`, :class:`StateError`: it is given up.
     """
-    kept = _kept(catalog, names.key(save, names.LABEL))
+    kept = kept_in(catalog.store, names.key(save, names.LABEL))
     if kept is None or kept.save != save:
         raise StateError(f"{catalog.store.where(names.key(save, names.LABEL))} is gone")
     try:
@@ -110,7 +133,7 @@ def discard(catalog: Catalog, save: SaveId) -> None:
     with contextlib.suppress(StorageError):
         catalog.store.delete([names.key(save, names.LABEL)])
     with contextlib.suppress(StorageError):
-        _delete_directory(catalog, names.label_partial(save))
+        _delete_directory(catalog.store, names.label_partial(save))
 
 
 def settle(catalog: Catalog, save: SaveId) -> None:
@@ -127,31 +150,32 @@ def settle(catalog: Catalog, save: SaveId) -> None:
             discard(catalog, save)
 
 
-def _appear(catalog: Catalog, kept: _Kept) -> None:
+def _appear(catalog: Catalog, kept: Kept) -> None:
     """Raises: :class:`StorageError`; :class:`StateError` if it lacks files; :class:`ExistsError`."""
     store, directory = catalog.store, names.label_partial(kept.save)
     assert isinstance(store, PosixStore)
+    home = home_of(catalog, kept.home)
     listed = list(store.list(directory))
     if (unfinished := [f"{directory}/{name}" for name in listed if names.is_unfinished(name)]) != []:
         store.delete(unfinished)  # of a keeper that died
     count = len(listed) - len(unfinished) - (names.LABEL in listed)
     if names.LABEL not in listed or (kept.files is not None and count != kept.files):
         raise StateError(f"{store.where(directory)} has {count} files of {kept.files}")
-    if store.head(kept.name) is not None:
-        other = _kept(catalog, f"{kept.name}/{names.LABEL}")
-        if other is None or other.name != kept.name:
-            raise _taken(catalog, kept.name)
+    if home.head(kept.name) is not None:
+        other = kept_in(home, kept.key)
+        if other is None or (other.name, other.root) != (kept.name, kept.root):
+            raise _taken(home, kept.name)
         if other.age > kept.age:
-            raise ExistsError(f"{store.where(kept.name)} is the label of a later save, {other.save}")
-        store.rename(kept.name, names.label_partial(other.save))
-        store.rename(directory, kept.name)
-        _delete_directory(catalog, names.label_partial(other.save))
+            raise ExistsError(f"{home.where(kept.name)} is the label of a later save, {other.save}")
+        home.rename(kept.name, names.label_partial(other.save), into=store)
+        store.rename(directory, kept.name, into=home)
+        _delete_directory(store, names.label_partial(other.save))
     else:
-        store.rename(directory, kept.name)
+        store.rename(directory, kept.name, into=home)
 
 
-def _taken(catalog: Catalog, name: str) -> ExistsError:
-    return ExistsError(f"{catalog.store.where(name)} exists, and is no label: choose another name, or remove it first")
+def _taken(home: PosixStore, name: str) -> ExistsError:
+    return ExistsError(f"{home.where(name)} exists, and is no label of this root: choose another name, or remove it")
 
 
 # --- latest ----------------------------------------------------------------------------------
@@ -183,7 +207,7 @@ def follow_branch(catalog: Catalog) -> None:
         check_label_name(latest)
     except ConfigError:
         return
-    kept = _kept(catalog, f"{latest}/{names.LABEL}")
+    kept = kept_in(catalog.store, f"{latest}/{names.LABEL}")
     if kept is None and catalog.store.head(latest) is not None:
         return
     if kept is None or not catalog.look().branch.has(kept.save) or not catalog.is_committed(kept.save):
@@ -200,8 +224,8 @@ def _latest(catalog: Catalog) -> str | None:
 def _candidates(catalog: Catalog) -> Iterator[str]:
     """The labels of the branch that ask for ``latest`` and have appeared, the newest first."""
     for save in catalog.committed():
-        kept = _kept(catalog, names.key(save, names.LABEL))
-        if kept is not None and kept.is_latest and _kept(catalog, f"{kept.name}/{names.LABEL}") == kept:
+        kept = kept_in(catalog.store, names.key(save, names.LABEL))
+        if kept is not None and kept.is_latest and kept_in(catalog.store, kept.key) == kept:
             yield kept.name
 
 
@@ -219,7 +243,7 @@ def finish(catalog: Catalog, epoch: int) -> None:
     has_appeared = False
     for save in sorted(save for save in found if save is not None and save.epoch < epoch):
         with contextlib.suppress(StorageError):  # it stays for the next run: nobody can tell whether it is wanted
-            kept = _kept(catalog, names.key(save, names.LABEL))
+            kept = kept_in(catalog.store, names.key(save, names.LABEL))
             if kept is not None and kept.save == save and catalog.is_committed(save):
                 with contextlib.suppress(ExistsError, StateError):
                     _appear(catalog, kept)
@@ -242,83 +266,9 @@ def publish_committed(catalog: Catalog) -> None:
                 publish(catalog, save)
 
 
-class LabelUse:
-    """Finds saves that have lost their label: a later save has its name, or somebody has removed the directory.
-
-    For rank 0's keeper, after it has committed a save with a label: its own files are in the root, so that listings of
-    it are fresh.  That a directory is missing counts only if this keeper has seen it: a root may be a partial copy.
-    A directory that was renamed or copied within the root counts as the label, too; so does any that is not ours.
-    """
-
-    def __init__(self, catalog: Catalog) -> None:
-        self._catalog = catalog
-        self._names: dict[SaveId, str] = {}
-        """Of each save; empty if it has no label."""
-        self._seen: set[SaveId] = set()
-        self._directories: set[str] = set()
-
-    def is_labelled(self, save: SaveId) -> bool:
-        """Raises :class:`StorageError`."""
-        is_able = isinstance(self._catalog.store, PosixStore) and self._catalog.rank is None
-        return is_able and self._name(save) != ""
-
-    def lost(self, saves: Collection[SaveId]) -> dict[SaveId, str]:
-        """Of these checkpoints, those that have lost their label, and why.  Raises :class:`StorageError`."""
-        self._names = {save: name for save, name in self._names.items() if save in saves}
-        self._seen &= set(saves)
-        entries = list(self._catalog.store.list())
-        listed = {entry.rstrip("/") for entry in entries}
-        self._directories = {entry.rstrip("/") for entry in entries if entry.endswith("/")}
-        newest: dict[str, SaveId] = {}
-        for save in sorted(saves, key=_age):
-            newest[self._name(save)] = save
-        doubtful = []
-        for save in saves:
-            name = self._name(save)
-            if not name or names.label_partial(save) in listed:  # it has none, or that has yet to appear
-                continue
-            if name in listed and newest[name] == save:
-                self._seen.add(save)
-            elif name in listed or save in self._seen:
-                doubtful.append(save)
-        return self._judge(doubtful, listed) if doubtful else {}
-
-    def _judge(self, doubtful: Collection[SaveId], listed: Collection[str]) -> dict[SaveId, str]:
-        kept = {name: _kept(self._catalog, f"{name}/{names.LABEL}") for name in listed if _may_be_label(name)}
-        named = {each.save for each in kept.values() if each is not None}
-        ours = {names.RUN, *(name for name, each in kept.items() if each is not None)}
-        # What somebody has made there by hand may be a copy of the label, in whatever form: then nothing is lost.
-        is_clear = all(name in ours or names.parse_step_dir(name) is not None for name in self._directories)
-        lost = {}
-        for save in doubtful:
-            own = _kept(self._catalog, names.key(save, names.LABEL))
-            if own is None or save in named:
-                continue
-            owner = kept.get(own.name)
-            if owner is not None and owner.age > own.age:
-                lost[save] = f"its label {own.name!r} is that of a later save, of step {owner.save.step}"
-            elif own.name not in listed and is_clear:
-                lost[save] = f"its label {own.name!r} was removed"
-        return lost
-
-    def _name(self, save: SaveId) -> str:
-        if save not in self._names:
-            kept = _kept(self._catalog, names.key(save, names.LABEL))
-            self._names[save] = kept.name if kept is not None else ""
-        return self._names[save]
-
-
-def _age(save: SaveId) -> tuple[int, int, int]:
+def age(save: SaveId) -> tuple[int, int, int]:
     """Of two labels of one name, the save with the greater one has it."""
     return save.epoch, save.step, save.attempt
-
-
-def _may_be_label(name: str) -> bool:
-    try:
-        check_label_name(name)
-    except ConfigError:
-        return False
-    return True
 
 
 def remove(catalog: Catalog, save: SaveId) -> None:
@@ -328,28 +278,37 @@ def remove(catalog: Catalog, save: SaveId) -> None:
     """
     with contextlib.suppress(StorageError):
         if catalog.store.head(names.key(save, names.LABEL)) is None:  # the usual case; deleting costs an fsync
-            _delete_directory(catalog, names.label_partial(save))
+            _delete_directory(catalog.store, names.label_partial(save))
             return
-        kept = _kept(catalog, names.key(save, names.LABEL))
-        if kept is not None and _kept(catalog, f"{kept.name}/{names.LABEL}") == kept:
-            if _latest(catalog) == kept.name:
+        kept = kept_in(catalog.store, names.key(save, names.LABEL))
+        home = catalog.store if kept is None else home_of(catalog, kept.home)
+        if kept is not None and kept_in(home, kept.key) == kept:
+            if kept.is_latest and _latest(catalog) == kept.name:
                 point_to_newest(catalog)  # before: it never names what is gone
-            _delete_directory(catalog, kept.name)
+            _delete_directory(home, kept.name)
     discard(catalog, save)
 
 
-def _delete_directory(catalog: Catalog, directory: str) -> None:
+def _delete_directory(store: Store, directory: str) -> None:
     """With ``label.json`` last: until then it can be told whose it is."""
-    listed = [name for name in catalog.store.list(directory) if not name.endswith("/")]
-    catalog.store.delete([f"{directory}/{name}" for name in listed if name != names.LABEL])
-    catalog.store.delete([f"{directory}/{names.LABEL}", f"{directory}/"])
+    listed = [name for name in store.list(directory) if not name.endswith("/")]
+    store.delete([f"{directory}/{name}" for name in listed if name != names.LABEL])
+    store.delete([f"{directory}/{names.LABEL}", f"{directory}/"])
 
 
-def _kept(catalog: Catalog, key: str) -> _Kept | None:
+def home_of(catalog: Catalog, home: str) -> PosixStore:
+    """The store that a label's directory is in."""
+    store = catalog.store
+    assert isinstance(store, PosixStore)
+    return PosixStore(os.path.normpath(f"{store.where()}/{home}"), calls=store.calls) if home else store
+
+
+def kept_in(store: Store, key: str) -> Kept | None:
     """What a ``label.json`` holds; ``None`` if it cannot be read as one.  Raises :class:`StorageError`: cannot tell."""
     try:
-        kept = decode_json(read_all(catalog.store, key, limits.MAX_NOTE_BYTES), _Kept)
+        kept = decode_json(read_all(store, key, limits.MAX_NOTE_BYTES), Kept)
         check_label_name(kept.name)
+        check_label_home(kept.home)
     except (Missing, NotOurs, ValueError):  # ValueError: no such JSON, or a name that is none
         return None
     return kept

@@ -12,7 +12,7 @@ import enum
 import secrets
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from stillframe import errors
 from stillframe.checkpoint import epochs, removal
@@ -99,6 +99,16 @@ def remove(catalog: Catalog, steps: Sequence[int], *, force: bool = False) -> Pl
         if removal.is_pinned(catalog, save):
             raise ConfigError(f"{save} in {catalog.root} is pinned: unpin it first")
     return _settle(catalog, Wanted(tuple(saves)))
+
+
+def remove_if_free(catalog: Catalog, steps: Collection[int], *, force: bool = False) -> Plan:
+    """As :func:`remove`, of those of the steps that are there, are not pinned, and are not the newest of the branch.
+
+    ``force``: the newest, too.  Raises: :class:`BusyError`; :class:`StorageError`.
+    """
+    kept = None if force else catalog.newest()
+    asked = [save for save in catalog.look().saves if save.step in steps and save != kept]
+    return _settle(catalog, Wanted(tuple(save for save in asked if is_removable(catalog, save))))
 
 
 def removable(catalog: Catalog, step: int) -> list[SaveId]:

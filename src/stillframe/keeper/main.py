@@ -246,7 +246,7 @@ class Keeper:
 
     def _begin(self, message: messages.Begin, fd: int) -> None:
         try:
-            header, draft = read_draft(os.pread(fd, message.header_bytes + message.draft_bytes, 0), message)
+            message, header, draft = read_draft(message, fd)
         finally:
             os.close(fd)
         is_counted = not self._is_alone and self._rank != COORDINATOR

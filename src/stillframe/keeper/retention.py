@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Iterator
 
 from stillframe.checkpoint import labels
 from stillframe.checkpoint.catalog import Catalog, View
+from stillframe.checkpoint.label_use import LabelUse
 from stillframe.checkpoint.removal import (
     TOMBSTONE_S,
     exclusive,
@@ -71,7 +72,7 @@ class Pruner:
         """Those that this keeper has had a part in, while they may be there and a policy may let them go."""
         self._looked: SaveId | None = None
         """A member looks at a few of its own at a time, in turn: the oldest may be kept for good."""
-        self._labels = labels.LabelUse(catalog)
+        self._labels = LabelUse(catalog)
         self._left: dict[SaveId, float] = {}
         """Set aside, and when; other ranks' files may be there still."""
 

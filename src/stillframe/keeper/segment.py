@@ -7,7 +7,9 @@ runs under the write of another).  The first error decides: later chunks are onl
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import enum
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -286,6 +288,13 @@ def report_failure(catalog: Catalog, failure: Failure) -> None:
         catalog.store.put(names.key(failure.save, names.failure(failure.rank)), encode_failure(failure), durable=False)
 
 
-def read_draft(data: bytes, begin: Begin) -> tuple[bytes, SealDraft]:
-    header, draft = data[: begin.header_bytes], data[begin.header_bytes :]
-    return header, msgspec.json.decode(draft, type=SealDraft)
+def read_draft(begin: Begin, fd: int) -> tuple[Begin, bytes, SealDraft]:
+    """The message with all of its label, the header of the segment, and the draft of the seal."""
+    header = os.pread(fd, begin.header_bytes, 0)
+    draft = os.pread(fd, begin.draft_bytes, begin.header_bytes)
+    if begin.label is not None and begin.label_bytes:
+        data = os.pread(fd, begin.label_bytes, begin.header_bytes + begin.draft_bytes)
+        contents = msgspec.msgpack.decode(data, type=tuple[tuple[str, bytes], ...])
+        label = dataclasses.replace(begin.label, contents=contents)
+        begin = msgspec.structs.replace(begin, label=label, label_bytes=0)
+    return begin, header, msgspec.json.decode(draft, type=SealDraft)

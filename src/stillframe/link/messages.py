@@ -92,6 +92,9 @@ class Begin(_Message, frozen=True):
     """The byte ranges of the data that were staged lazily."""
     telemetry: Telemetry = Telemetry()
     label: Label | None = None
+    """Without its contents."""
+    label_bytes: int = 0
+    """Of these, encoded: they lie behind the draft."""
     complete_step: int = -1
     """In a root that is not shared: the newest step of this epoch that every rank is known to have sealed."""
 

@@ -57,14 +57,19 @@ class Job:
         self.dealt_with.unlock()
 
 
-def write_draft(header: bytes, draft: bytes) -> int:
-    """A memfd that holds the header of the segment, then the draft of the seal; the caller closes it."""
+def write_draft(*parts: bytes) -> int:
+    """A memfd that holds the header of the segment, the draft of the seal, and what files of the label hold.
+
+    The caller closes it.
+    """
     fd = os.memfd_create("stillframe-draft", os.MFD_CLOEXEC)
     try:
-        for data, at in ((header, 0), (draft, len(header))):
-            written = 0
-            while written < len(data):
-                written += os.pwrite(fd, memoryview(data)[written:], at + written)
+        at = 0
+        for data in parts:
+            rest = memoryview(data)
+            while rest:
+                count = os.pwrite(fd, rest, at)
+                rest, at = rest[count:], at + count
     except BaseException:
         os.close(fd)
         raise

@@ -18,6 +18,7 @@ held is given back.  A span that a copy may still be writing to is never used ag
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import os
 import queue
@@ -364,14 +365,17 @@ class Stager:
             self._arrivals.batch = max(1, min(MAX_BATCH, self.arena.spans // 8))
         self._spans.adopt(plan.devices)
         draft = msgspec.json.encode(job.captured.draft)
+        contents = msgspec.msgpack.encode(job.label.contents) if job.label and job.label.contents else b""
+        label = dataclasses.replace(job.label, contents=()) if job.label else None
         begin = messages.Begin(
             save=save.number, step=save.step, attempt=save.attempt, requested_s=save.times.requested_s,
             header_bytes=len(plan.header), draft_bytes=len(draft), data_bytes=plan.data_bytes,
             layout=plan.layout, lazy=plan.lazy,
             telemetry=messages.Telemetry(save.times.returned_s, save.times.stage_begin_s, self._updates.take()),
-            complete_step=self._others.complete_step() if self._others else -1, label=job.label,
+            complete_step=self._others.complete_step() if self._others else -1, label=label,
+            label_bytes=len(contents),
         )  # fmt: skip
-        fd = write_draft(plan.header, draft)
+        fd = write_draft(plan.header, draft, contents)
         try:
             job.keeper = self._keeper.talk(partial(self._tell_of, begin, fd, self.arena))
         finally:

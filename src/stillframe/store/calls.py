@@ -67,6 +67,9 @@ class Calls:
     def link(self, old: str, new: str, dir_fd: int) -> None:
         os.link(old, new, src_dir_fd=dir_fd, dst_dir_fd=dir_fd, follow_symlinks=False)
 
+    def link_to(self, old: str, new: str, old_fd: int, new_fd: int) -> None:
+        os.link(old, new, src_dir_fd=old_fd, dst_dir_fd=new_fd, follow_symlinks=False)
+
     def fsync(self, fd: int) -> None:
         os.fsync(fd)
 

@@ -137,20 +137,33 @@ class PosixStore:
 
         return self._write(key, work, durable=False)
 
-    def rename(self, source: str, target: str, durable: bool = True) -> None:
-        """Rename a file or a directory within the root, in the place of a file or of an empty directory."""
-        doing = f"renaming {self.where(source)} to {target}"
+    def rename(self, source: str, target: str, durable: bool = True, *, into: PosixStore | None = None) -> None:
+        """Rename a file or a directory, in the place of a file or of an empty directory; ``into``: of another store."""
+        other = into or self
+        doing = f"renaming {self.where(source)} to {other.where(target)}"
         *above, new = check_key(target)
         with (
             translated(doing),
             self._root.parent(source) as (old_fd, old),
-            self._root.directory(above, is_durable=durable) as new_fd,
+            other._root.directory(above, is_made=other is not self, is_durable=durable) as new_fd,
         ):
             self.calls.rename(old, new, old_fd, new_fd)
             self._root.close()  # what is known of the directories' entries may be true no longer
+            other._root.close()
             if durable:
                 self._root.sync(new_fd)
                 self._root.sync(old_fd)
+
+    def link(self, source: str, target: str) -> None:
+        """Give a durable file a second name, durably.  Raises :class:`StorageError`, also where there are no links."""
+        *above, new = check_new_key(target)
+        with (
+            translated(f"linking {self.where(source)} to {self.where(target)}"),
+            self._root.parent(source) as (old_fd, old),
+            self._root.directory(above, is_made=True, is_durable=True) as new_fd,
+        ):
+            self.calls.link_to(old, new, old_fd, new_fd)
+            self._root.sync(new_fd)
 
     def adopt(self, partial: str, key: str) -> bool:
         """Give the key to a durable file beside it, if the key is free.  Returns whether that file has it now."""

@@ -23,7 +23,6 @@ from stillframe.ranks.group import join_group
 from stillframe.restoring.findings import warn_of_rest
 from stillframe.restoring.resume import Resume
 from stillframe.restoring.selection import Wanted
-from stillframe.restoring.sources import Sources
 from stillframe.retention import Keep, check_policy, encode_policy
 from stillframe.save.arrivals import Pace
 from stillframe.save.capture import Planner
@@ -319,8 +318,8 @@ class Checkpointer:
         Raises: :class:`NotFoundError`, :class:`StorageError`, :class:`BusyError`.
         """
         self._lifetime.check_open("rewind")
-        sources = Sources(self._catalog, self._tiers, self._group.world_size)
-        self._epochs.rewind(check_step(step), lambda: sources.find(step))
+        resume = Resume(self._catalog, self._group, None, Wanted.given(step, True, None, None), self._tiers)
+        self._epochs.rewind(check_step(step), lambda settle: resume.find(settle, self._epochs.claim_in))
 
     def stats(self) -> Stats:
         """What has happened since this checkpointer was made."""

@@ -103,6 +103,9 @@ def two_attempts(root: str) -> None:
         live = state(0)
         told(lambda: checkpointer.restore(live).step)
         say(live["w"][0].item() - 100 * RANK)
+        told(lambda: checkpointer.rewind(1))
+        told(lambda: checkpointer.restore(live).step)
+        say(live["w"][0].item() - 100 * RANK)
 
 
 def settling_fails(root: str) -> None:

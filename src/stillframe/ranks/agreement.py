@@ -16,7 +16,6 @@ from stillframe import version
 from stillframe.checkpoint.catalog import Catalog
 from stillframe.checkpoint.epochs import next_epoch
 from stillframe.errors import ConfigError, StorageError
-from stillframe.model import SaveId
 from stillframe.ranks.group import Answer, Group, check_same
 from stillframe.retention import Keep
 from stillframe.store import files, is_url, root_address, root_text
@@ -127,30 +126,6 @@ def agree_on_epoch(group: Group, catalog: Catalog, tiers: Sequence[Catalog], bef
         return max(next_epoch(catalog, tiers), before + 1)
 
     return group.decide("beginning an epoch", say, _greatest, _Number).number
-
-
-class _Chosen(msgspec.Struct, frozen=True):
-    save: SaveId
-
-
-def agree_on_step(group: Group, find: Callable[[], SaveId], step: int, settle: Callable[[], None]) -> SaveId:
-    """The checkpoint of a step, the same on every rank.  ``settle`` runs before anyone looks; ``find`` looks.
-
-    Raises: what they raise; :class:`NotFoundError`; :class:`ConfigError` if the ranks differ; :class:`StorageError`.
-    """
-
-    def look() -> SaveId:
-        settle()
-        return find()
-
-    def judge(answers: list[Answer]) -> _Chosen:
-        _raise_first(answers)
-        found = [msgspec.convert(each.value, SaveId, from_attributes=True) for each in answers]
-        check_same("step", [each.step for each in found])
-        check_same(f"step {step}", [str(each) for each in found])
-        return _Chosen(found[0])
-
-    return group.decide(f"going back to step {step}", look, judge, _Chosen).save
 
 
 def do_together(group: Group, about: str, work: Callable[[], None]) -> None:

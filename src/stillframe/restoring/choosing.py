@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import msgspec
 
 from stillframe.checkpoint.catalog import Catalog
 from stillframe.errors import IntegrityError, MismatchError, NotFoundError, StorageError
 from stillframe.model import SaveId
-from stillframe.ranks.group import Answer, check_same
+from stillframe.ranks.group import Answer, Group, check_same
 from stillframe.restoring.selection import Wanted
 from stillframe.restoring.sources import Sources
 from stillframe.units import format_ranks
@@ -48,12 +48,26 @@ class Choice(msgspec.Struct, frozen=True):
 
 
 class Chooser:
-    """Thread: the caller's.  Reads only."""
+    """What all ranks go back to: one for each ``restore`` or ``rewind``.  Thread: the caller's.  Reads only."""
 
     def __init__(self, catalog: Catalog, sources: Sources, wanted: Wanted, world_size: int) -> None:
         self._catalog, self._sources = catalog, sources
         self._wanted, self._asked = wanted, wanted.step
         self._world_size = world_size
+
+    def agree(self, group: Group, settle: Callable[[], None], passed_over: Collection[SaveId] = ()) -> Choice:
+        """The same on every rank.  ``settle`` runs before anyone looks.  Blocks until all have; raises what one met."""
+
+        def offer() -> Offer:
+            settle()
+            return self.offer(passed_over)
+
+        choice = group.decide(
+            "choosing the step to go back to", offer, lambda all_: self.judge(all_, passed_over), Choice
+        )
+        if choice.save is not None:
+            self._sources.choose(choice.save, choice.run)
+        return choice
 
     # --- what a rank sees ------------------------------------------------------------------
 
@@ -69,6 +83,9 @@ class Chooser:
         else:
             # Every attempt: another rank may have been told that an earlier one is complete.
             seen = list(found)
+            if not seen and self._asked is not None:
+                off_branch = self._find(self._asked, passed_over)
+                seen = [] if off_branch is None else [off_branch]
         runs = [self._sources.runs_of(save) for save in seen]
         unfit = self._unfit(seen)
         return Offer(self._wanted, seen, runs, unfit, self._sources.trouble, self._sources.unreached)

@@ -33,7 +33,7 @@ from stillframe.errors import (
 from stillframe.model import RestoreReport, SaveId, SkippedStep, check_deadline
 from stillframe.ranks.agreement import open_tiers, resolve_root
 from stillframe.ranks.group import Answer, Group, join_group
-from stillframe.restoring.choosing import Choice, Chooser, Offer, Unfit, cannot_tell, raise_errors
+from stillframe.restoring.choosing import Chooser, Unfit, cannot_tell, raise_errors
 from stillframe.restoring.findings import warn_of_rest
 from stillframe.restoring.match import Match
 from stillframe.restoring.selection import Selection, Wanted
@@ -124,20 +124,20 @@ class Resume:
             else:
                 self._pass_over(save, health.damage)
 
+    def find(self, settle: Callable[[], None], claim: Callable[[Catalog], None]) -> SaveId:
+        """The checkpoint that was asked for, without restoring it; the arguments as for :meth:`run`."""
+        save = self._chooser.agree(self._group, settle).save
+        if save is None:  # rank 0 would have said so
+            raise self._catalog.not_found(self._asked or 0)
+        self._sources.hold(save, claim)
+        return save
+
     # --- which step ------------------------------------------------------------------------
 
     def _choose(self) -> SaveId | None:
-        def offer() -> Offer:
-            self._settle()
-            return self._chooser.offer(self._passed_over)
-
-        def judge(outcomes: list[Answer]) -> Choice:
-            return self._chooser.judge(outcomes, self._passed_over)
-
-        choice = self._group.decide("choosing the step to restore", offer, judge, Choice)
+        choice = self._chooser.agree(self._group, self._settle, self._passed_over)
         if choice.save is not None:
             self._tell_left(choice.save, choice.left)
-            self._sources.choose(choice.save, choice.run)
         return choice.save
 
     def _tell_left(self, chosen: SaveId, unfit: Sequence[Unfit]) -> None:

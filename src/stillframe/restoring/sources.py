@@ -145,22 +145,6 @@ class Sources:
                 self.unfit.pop(save, None)  # its own part did not do, but there is all of it
                 yield save
 
-    def find(self, step: int, skipped: Collection[SaveId] = ()) -> SaveId:
-        """The checkpoint of a step: on the branch, or else off it.
-
-        Raises: :class:`NotFoundError`; :class:`StorageError` if a tier that could not be looked at may have it.
-        """
-        found = next(self.seen(step, skipped), None)
-        for catalog in self.reachable if found is None else ():
-            with contextlib.suppress(NotFoundError):
-                off_branch = catalog.find(step)
-                found = found or (None if off_branch in skipped else off_branch)
-        if found is None and self.unreached:
-            raise StorageError(f"step {step} was not found, but {self.unreached}")
-        if found is None:
-            raise self._root.not_found(step)
-        return found
-
     def _tell_left(self, view: View, branch: Branch) -> None:
         """Once: checkpoints of the root that a later epoch in a tier has gone back from."""
         left = [] if self._has_told else [each for each in view.saves if view.branch.has(each) and not branch.has(each)]

@@ -9,7 +9,7 @@ from stillframe.checkpoint.catalog import Catalog
 from stillframe.errors import StorageError
 from stillframe.format import limits, names
 from stillframe.model import SaveId
-from stillframe.ranks.agreement import agree_on_epoch, agree_on_step, do_together
+from stillframe.ranks.agreement import agree_on_epoch, do_together
 from stillframe.ranks.group import Group
 from stillframe.save.keeper_client import KeeperClient
 from stillframe.save.saves import Saves
@@ -95,10 +95,13 @@ class Epochs:
             self._is_parent_known = False
             self._steps.leave()
 
-    def rewind(self, step: int, find: Callable[[], SaveId]) -> None:
-        """The epoch goes on from this step, durably.  ``find``: which save that is.  Blocks; raises."""
+    def rewind(self, step: int, choose: Callable[[Callable[[], None]], SaveId]) -> None:
+        """The epoch goes on from this step, durably.  Blocks; raises.
+
+        ``choose``: which save that is, on all ranks; it calls the function that it is given before it looks.
+        """
         try:
-            save = agree_on_step(self._group, find, step, self.beginning())
+            save = choose(self.beginning())
         except BaseException:
             self.keep_on()
             raise

@@ -17,6 +17,7 @@ from stillframe.keeper.journal import forget
 from stillframe.keeper.requests import RequestDesk
 from stillframe.keeper.retention import Pruner, remove_spares
 from stillframe.keeper.terms import COORDINATOR, Terms
+from stillframe.latch import Latch
 from stillframe.model import SaveId
 from stillframe.retention import Keep
 
@@ -53,7 +54,9 @@ class Upkeep:
         self._clearer = ThreadPoolExecutor(1, "stillframe-clear")
         self._is_cleared = False
         self._complete_step = -1
-        self._removing = threading.Lock()
+        self._removal = Latch()
+        """The newest: open when it is done.  No lock: who waits must not be able to hold up who removes."""
+        self._removal.unlock()
 
     def start(self) -> None:
         """The root is ours: answer requests.  May be called again."""
@@ -83,13 +86,16 @@ class Upkeep:
     @contextlib.contextmanager
     def after_commit(self, save: SaveId) -> Iterator[None]:
         """At its end, remove what the policy lets go.  :meth:`wait_for_removal` knows of it from its beginning on."""
-        with self._removing:
+        removal = self._removal = Latch()
+        try:
             yield
             try:
                 with self._lock:
                     self._pruner.committed(save, self._complete())
             except StillframeError as error:
                 self._notice(f"old checkpoints could not be removed: {errors.text_of(error)}")
+        finally:
+            removal.unlock()
 
     def wait_for_removal(self) -> None:
         """Until a removal that is under way is done, but not long.
@@ -97,8 +103,7 @@ class Upkeep:
         For a new segment: one that was set aside can be written over.  For a new epoch: the old one may not remove any
         more once that is claimed.
         """
-        if self._removing.acquire(timeout=_REMOVAL_S):
-            self._removing.release()
+        self._removal.wait(_REMOVAL_S)
 
     def _complete(self) -> int:
         """The newest step that every rank is known to have, in a root that is not shared; -1 if there is none."""

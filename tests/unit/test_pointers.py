@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from stillframe import Checkpointer, FormatError, NotFoundError, spi
-from stillframe.integrations.deepspeed.pointers import FILES, RUN, content_of
+from stillframe import Checkpointer, FormatError, NotFoundError, StorageError, spi
+from stillframe.integrations.deepspeed.pointers import FILES, RUN, content_of, read
 
 
 @pytest.fixture
@@ -52,3 +52,15 @@ def test_a_renamed_one_says_so(tag: Path, name: str) -> None:
     os.rename(tag / "a.pt", tag / name)
     with pytest.raises(NotFoundError, match="was renamed"):
         torch.load(tag / name, weights_only=False)
+
+
+def test_one_that_is_missing_and_one_that_cannot_be_read_are_told_apart(tag: Path) -> None:
+    (tag / "a.pt").unlink()
+    with pytest.raises(NotFoundError, match="is a rank's file missing"):
+        read(str(tag / "a.pt"), None, allow_pickle=True, how="")
+    (tag / "a.pt").symlink_to("a.pt")  # ELOOP, also for root
+    with pytest.raises(StorageError):
+        read(str(tag / "a.pt"), None, allow_pickle=True, how="")
+    (tag / "b.pt").mkdir()
+    with pytest.raises(StorageError):
+        read(str(tag / "b.pt"), None, allow_pickle=True, how="")

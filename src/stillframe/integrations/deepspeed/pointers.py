@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from stillframe import spi
-from stillframe.errors import FormatError, NotFoundError, StorageError
+from stillframe.errors import FormatError, NotFoundError
 from stillframe.integrations.pickled import from_leaves, read_pickled_file, register_deepspeed_types
 from stillframe.store import files
 
@@ -69,7 +69,8 @@ def read(path: str, map_location: Any, allow_pickle: bool, how: str) -> Any:
     """What was saved as this file of a tag, verified; or the content of a file of DeepSpeed's own.
 
     ``how`` tells the user, in an error, how to allow pickle: what only that can hold is loaded only with it.
-    Raises: :class:`NotFoundError`; :class:`FormatError`; :class:`IntegrityError`; :class:`UnsupportedStateError`.
+    Raises: :class:`NotFoundError`; :class:`StorageError` if that cannot be told; :class:`FormatError`;
+    :class:`IntegrityError`; :class:`UnsupportedStateError`.
     """
     found = _follow(path)
     if found is None:
@@ -91,10 +92,9 @@ def read(path: str, map_location: Any, allow_pickle: bool, how: str) -> Any:
 
 def _follow(path: str) -> tuple[Any, int, str] | None:
     """Which save, which rank of it, and of which run, a file stands for; ``None`` if it is not one of ours."""
-    try:
-        data = files.read_file(path, _MAX_BYTES)
-    except StorageError as error:
-        raise NotFoundError(f"{error}; is a rank's file missing?") from error
+    if files.kind_of(path) == "nothing":
+        raise NotFoundError(f"{path} does not exist; is a rank's file missing?")
+    data = files.read_file(path, _MAX_BYTES)
     if _MARK not in data:
         return None
     found = spi.read_alias(data)

@@ -38,6 +38,18 @@ def test_what_nobody_wrote_of_a_tensor_is_missed(tmp_path: Path) -> None:
         load(tmp_path)
 
 
+def test_boxes_that_overlap_do_not_hide_a_hole(tmp_path: Path) -> None:
+    """Together they have as many items as the tensor."""
+    save(tmp_path, w=TensorBox.joined([TensorBox(WHOLE[at : at + 3], WHOLE.shape, (at, 0)) for at in (0, 2)]))
+    with pytest.raises(FormatError, match="overlap"):
+        load(tmp_path)
+    with BoxReader(tmp_path) as reader:
+        with pytest.raises(FormatError, match="overlap"):
+            reader.want(reader.outline["w"], (0, 0), torch.zeros(6, 10))
+        with pytest.raises(FormatError, match="overlap"):
+            reader.check_filled(reader.outline["w"])
+
+
 @pytest.mark.parametrize(("shape", "offset"), [((6, 10), (4, 0)), ((6, 10), (-1, 0)), ((6,), (0,)), ((2, 10), (0, 0))])
 def test_a_part_outside_of_its_whole_is_refused(shape: tuple[int, ...], offset: tuple[int, ...]) -> None:
     with pytest.raises(ConfigError, match="does not lie within"):

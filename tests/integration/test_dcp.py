@@ -386,9 +386,13 @@ def test_what_cannot_be_read_says_what_it_is(tmp_path: Path, what: str) -> None:
 
 def test_a_tensor_of_which_a_part_is_missing_is_not_loaded(tmp_path: Path) -> None:
     """DCP plans to read what there is of it, and says nothing of the rest."""
-    with stillframe.Checkpointer(tmp_path) as checkpointer:
-        checkpointer.save(1, {"w": TensorBox(torch.ones(2, 3), (4, 3), (1, 0)), "x": torch.ones(2)})
-    fails(lambda: dcp.load({"w": torch.zeros(4, 3)}, storage_reader=Reader(tmp_path)), "only a part of 'w'")
+    one, two = (
+        TensorBox(torch.ones(2, 3), (4, 3), (at, 0)) for at in (0, 1)
+    )  # as many items as the whole, with a hole
+    for step, boxes in enumerate((one, TensorBox.joined([one, two]))):
+        with stillframe.Checkpointer(tmp_path) as checkpointer:
+            checkpointer.save(step, {"w": boxes, "x": torch.ones(2)})
+        fails(lambda: dcp.load({"w": torch.zeros(4, 3)}, storage_reader=Reader(tmp_path)), "'w' overlap, or are in no")
 
 
 def test_ranks_save_together_or_not_at_all(tmp_path: Path) -> None:

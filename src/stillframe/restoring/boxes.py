@@ -54,11 +54,15 @@ class BoxReader:
             raise
 
     def boxes(self, tensor: torch.Tensor) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-        """(offset, shape) of the boxes in which a tensor of the outline is stored; they make it up."""
+        """(offset, shape) of the boxes in which a tensor of the outline is stored."""
         leaf = self._leaf(tensor)
         if leaf.view is not None:
             return [((0,) * tensor.dim(), tuple(tensor.shape))]
         return [(box.offset, box.shape) for box in self._stored.boxes(leaf)]
+
+    def check_filled(self, tensor: torch.Tensor) -> None:
+        """Raises :class:`FormatError`, :class:`MismatchError` if the boxes of a tensor do not make it up."""
+        self._placement.check_filled(self._leaf(tensor))
 
     def want(self, tensor: torch.Tensor, offset: Sequence[int], into: torch.Tensor) -> None:
         """Note that the box of a tensor at ``offset``, of the shape and dtype of ``into``, is to be read into that."""

@@ -23,7 +23,7 @@ from stillframe.checkpoint.stored import Located, Stored, StoredBox
 from stillframe.errors import FormatError, MismatchError, UnsupportedStateError
 from stillframe.format import tree
 from stillframe.format.segment import ITEM_BYTES
-from stillframe.state.boxes import Box
+from stillframe.state.boxes import Box, make_up
 from stillframe.state.dtypes import DTYPES, PLAIN_TENSORS
 from stillframe.state.memory import byte_extent, is_plain, row_slices
 from stillframe.state.spread import boxes_of
@@ -104,12 +104,11 @@ class Placement:
 
     def _fetch(self, leaf: Located, box: Box, into: torch.Tensor) -> None:
         """Note which boxes of which shards make up this box of the tensor."""
-        wanted = math.prod(box.shape)
-        if not wanted:
+        if 0 in box.shape:
             return
         for found in self._stored.sources(leaf):
             overlaps = list(_overlaps(found, box))
-            if sum(math.prod(shape) for _, _, _, shape in overlaps) == wanted:
+            if make_up([(in_box, shape) for _, _, in_box, shape in overlaps], box.shape):
                 break
         else:
             raise self._incomplete(leaf)
@@ -122,13 +121,12 @@ class Placement:
             noted.append(_ShardBox(in_shard, shape, target, first, last + 1))
 
     def check_filled(self, leaf: Located) -> None:
-        """Before memory or disk is asked for: the boxes of a sharded tensor have as many items as its shape says.
+        """Before memory or disk is asked for: the boxes of a sharded tensor make it up.
 
         Raises: :class:`FormatError`; :class:`MismatchError` if the other boxes lie in other roots.
         """
         if isinstance(leaf.node, tree.ShardedNode) and not any(
-            sum(math.prod(box.shape) for box in found) >= math.prod(leaf.node.shape)
-            for found in self._stored.sources(leaf)
+            make_up([(box.offset, box.shape) for box in found], leaf.node.shape) for found in self._stored.sources(leaf)
         ):
             raise self._incomplete(leaf)
 

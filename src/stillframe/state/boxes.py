@@ -6,6 +6,7 @@ Everything that is stored, written by one rank or read by another is a box.
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -45,6 +46,23 @@ class Box:
 def whole_box(shape: Sequence[int]) -> Box:
     origin = (0,) * len(shape)
     return Box(origin, tuple(shape), origin)
+
+
+def make_up(boxes: Sequence[tuple[Sequence[int], Sequence[int]]], shape: Sequence[int]) -> bool:
+    """Whether these boxes, each given by offset and shape, tile a tensor: every item lies in exactly one of them.
+
+    A box is the sum, with alternating signs, of the orthants that begin at its corners, and no other sum of orthants is
+    the same.  So boxes tile the tensor if and only if their corners add up to those of the whole.  Sizes alone do not
+    tell: boxes that overlap hide a hole.
+    """
+    if len(boxes) == 1 and tuple(boxes[0][1]) == tuple(shape):  # the usual case
+        return not any(boxes[0][0])
+    corners: Counter[tuple[int, ...]] = Counter()
+    for weight, offset, sizes in [(-1, (0,) * len(shape), shape), *((1, *box) for box in boxes)]:
+        for ends in itertools.product((0, 1), repeat=len(sizes)):
+            corner = tuple(at + size * end for at, size, end in zip(offset, sizes, ends, strict=True))
+            corners[corner] += weight * (-1) ** sum(ends)
+    return not any(corners.values())
 
 
 class TensorBox:

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 
-from stillframe.errors import ConfigError, FormatError, StateError, UnsupportedStateError
+from stillframe.errors import ConfigError, StateError, UnsupportedStateError
 from stillframe.integrations.dcp.place import Opaque, PathLike, Place, id_of
 from stillframe.integrations.open_roots import seat
 from stillframe.integrations.pickled import from_leaves, mapped
@@ -71,18 +71,17 @@ class Reader(Place, StorageReader):
         nested = outline if isinstance(outline, dict) else {"": outline}
         self._flat, paths = flatten_state_dict(nested)
         self._whole = {str(key): value for key, value in nested.items()}
-        described = Described({name: self._described(name, value) for name, value in self._flat.items()}, self._whole)
+        described = Described({name: self._described(value) for name, value in self._flat.items()}, self._whole)
         self.load_id = uuid.uuid4().hex
         about = StorageMeta(self.path, save_id=id_of(self._reader.save), load_id=self.load_id)
         return Metadata(described, planner_data=paths, storage_meta=about, version=CURRENT_DCP_VERSION)
 
-    def _described(self, name: str, value: Any) -> TensorStorageMetadata | BytesStorageMetadata:
+    def _described(self, value: Any) -> TensorStorageMetadata | BytesStorageMetadata:
         if not isinstance(value, torch.Tensor):
             return BytesStorageMetadata()
         assert self._reader is not None
+        self._reader.check_filled(value)  # DCP would leave what is missing as it is
         chunks = [ChunkStorageMetadata(torch.Size(at), torch.Size(shape)) for at, shape in self._reader.boxes(value)]
-        if sum(chunk.sizes.numel() for chunk in chunks) < value.numel():  # DCP would leave the rest as it is
-            raise FormatError(f"step {self._reader.step} of {self.path} holds only a part of {name!r}")
         return TensorStorageMetadata(TensorProperties(dtype=value.dtype), value.shape, chunks)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:

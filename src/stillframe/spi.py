@@ -5,8 +5,8 @@ updates      UpdateGate holds them back for a save that another thread has yet t
 boxes        TensorBox, BoxReader, ELSEWHERE: parts of tensors and of lists, for callers that divide a state themselves
 other names  Label, read_alias, show_labels, save_of: a directory that stands for a save
 removal      remove: single steps, beside the run that saves there
-states       LiveState: makes a dict of live and other tensors stand still until the update; versions_of: to tell if
-             it did not
+state dicts  LiveState: one that stands still until the next update; versions_of: to tell if it did not;
+             mapped, tensors_in, is_tensor: what is in one
 values       storable: whether a value comes back as it was; is_wrapper: whether a tensor wraps others;
              load_rank: what one rank saved of a save
 roots        has_saves: whether there is anything to wait for; wait_finished: for the keepers of a run that has ended
@@ -44,11 +44,11 @@ from stillframe.restoring.boxes import BoxReader
 from stillframe.restoring.load import load_rank
 from stillframe.retention import Keep
 from stillframe.save.fence import Holds, OptimizerFence
-from stillframe.save.live import LiveState, versions_of
 from stillframe.save.saves import Save
 from stillframe.save.versions import Versions
 from stillframe.state.boxes import TensorBox
-from stillframe.state.forward import scaled_in_forward
+from stillframe.state.live import LiveState, is_tensor, mapped, tensors_in
+from stillframe.state.torch_internals import local_of
 from stillframe.state.walk import storable
 from stillframe.state.wrappers import is_wrapper
 from stillframe.tiers import TierConfig
@@ -64,19 +64,21 @@ __all__ = [
     "UpdateGate",
     "Versions",
     "has_saves",
+    "is_tensor",
     "is_wrapper",
     "issue",
     "join",
     "keeper_pid",
     "load_rank",
+    "mapped",
     "read_alias",
     "remove",
     "save",
     "save_of",
-    "scaled_in_forward",
     "settle",
     "show_labels",
     "storable",
+    "tensors_in",
     "versions_of",
     "wait_finished",
     "withdraw",
@@ -203,6 +205,13 @@ def wait_finished(root: str | os.PathLike[str], storage_options: Mapping[str, An
     ``False`` means that a run trains there.  Raises: :class:`BusyError` if a keeper hangs; :class:`StorageError`.
     """
     return lock.wait_finished(Catalog(root, storage_options=storage_options).store)
+
+
+def versions_of(state: Any) -> Versions:
+    """Of all tensors of a state dict, for ``since``; a DTensor and its local tensor count apart."""
+    found = tensors_in(state)
+    names = ["/".join(map(str, path)) for path in found]
+    return Versions([*found.values(), *map(local_of, found.values())], names * 2)
 
 
 def keeper_pid(checkpointer: Checkpointer) -> int | None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from stillframe.spi import LiveState
+from stillframe.spi import LiveState, mapped
 
 
 def made() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
@@ -98,7 +98,7 @@ def test_a_dict_with_keys_of_its_own_kind_is_a_leaf() -> None:
         seen.append(path)
         return value
 
-    LiveState().state({"a": {torch.float32: torch.ones(2)}, "b": {1: 2}}, leaf)
+    mapped({"a": {torch.float32: torch.ones(2)}, "b": {1: 2}}, leaf)
     assert seen == [("a",), ("b", 1)]
 
 

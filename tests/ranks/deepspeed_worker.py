@@ -29,7 +29,7 @@ import torch.distributed as dist  # noqa: E402
 import stillframe  # noqa: E402
 from stillframe import spi  # noqa: E402
 from stillframe.integrations import deepspeed as ours  # noqa: E402
-from stillframe.integrations.open_roots import close_root, find_root  # noqa: E402
+from stillframe.open_roots import close_root, find_root  # noqa: E402
 from tests import layout  # noqa: E402
 from tests.ranks.saying import say  # noqa: E402
 from tests.support import assert_same, until  # noqa: E402

@@ -6,78 +6,66 @@ The latter are stored as marked records, bytes in a tensor of their own.  They a
 from __future__ import annotations
 
 import argparse
-import copy
 import functools
 import pickle
 import types
-from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from stillframe import register_leaf
 from stillframe.errors import FormatError, UnsupportedStateError
-from stillframe.spi import storable
+from stillframe.spi import is_tensor, mapped, storable
 
 _Path = tuple[Any, ...]
 _PLAIN = {str, int, float, bool, type(None)}
 
 
-class Pickled:
-    """The marked record of something that only pickle can hold; ``kind`` is its type, for people to read."""
+class Opaque:
+    """The marked record of bytes that only somebody else turns into a value.
 
-    def __init__(self, data: bytes, kind: str) -> None:
-        self.data, self.kind = data, kind
-
-
-def mapped(node: Any, leaf: Callable[[_Path, Any], Any], path: _Path = ()) -> Any:
-    """The same nesting of dicts, lists and tuples, with what ``leaf`` makes of each other value and its path."""
-    if type(node) in (dict, OrderedDict):
-        return type(node)((key, mapped(item, leaf, (*path, key))) for key, item in node.items())
-    if type(node) in (list, tuple):
-        return type(node)(mapped(item, leaf, (*path, at)) for at, item in enumerate(node))
-    return leaf(path, node)
-
-
-def to_leaf(path: _Path, value: Any, allow_pickle: bool, how: str) -> Any:
-    """What is stored for a value.  ``how`` tells the user, in an error, how to allow pickle.
-
-    Raises: :class:`UnsupportedStateError`, with path and type.
+    ``pickled``: the type that pickle makes of them, for people to read; empty if a planner of DCP made them.
     """
-    return copy.deepcopy(value) if storable(value) else _pickled(path, value, allow_pickle, how)
+
+    def __init__(self, data: bytes, pickled: str = "") -> None:
+        self.data, self.pickled = data, pickled
 
 
 def to_leaves(node: Any, allow_pickle: bool, how: str, path: _Path = ()) -> Any:
-    """The same nesting, with :class:`Pickled` for what only pickle can hold; nothing else is copied.  Raises as
-    ``to_leaf``."""
+    """The same nesting, with an :class:`Opaque` for what only pickle can hold; nothing else is copied.
+
+    ``how`` tells the user, in an error, how to allow pickle.
+    Raises: :class:`UnsupportedStateError`, with path and type.
+    """
 
     def leaf(path: _Path, value: Any) -> Any:
-        is_fine = type(value) in _PLAIN or isinstance(value, torch.Tensor) or storable(value)
+        is_fine = type(value) in _PLAIN or is_tensor(value) or storable(value)
         return value if is_fine else _pickled(path, value, allow_pickle, how)
 
     return mapped(node, leaf, path)
 
 
-def _pickled(path: _Path, value: Any, allow_pickle: bool, how: str) -> Pickled:
+def _pickled(path: _Path, value: Any, allow_pickle: bool, how: str) -> Opaque:
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
     if not allow_pickle:
         raise UnsupportedStateError(
             f"{_text(path)} is a {kind}, which only pickle can hold: leave it out, or {how} "
             "(loading the checkpoint will then run code from it)"
         )
-    return Pickled(pickle.dumps(value), kind)
+    return Opaque(pickle.dumps(value), kind)
 
 
 def from_leaves(node: Any, device: torch.device, allow_pickle: bool, how: str, path: _Path = ()) -> Any:
-    """The same nesting, with every :class:`Pickled` unpickled and all tensors on ``device``.  Raises as ``to_leaf``."""
+    """The same nesting, with everything unpickled that was pickled, and all tensors on ``device``.  Raises as
+    ``to_leaves``."""
 
     def leaf(path: _Path, value: Any) -> Any:
-        if isinstance(value, Pickled) and not allow_pickle:
-            raise UnsupportedStateError(f"{_text(path)} is a {value.kind} that was pickled: to run its code, {how}")
-        if isinstance(value, Pickled):
-            return pickle.loads(value.data)
-        return value.to(device) if isinstance(value, torch.Tensor) else value
+        if not isinstance(value, Opaque) or not value.pickled:
+            return value.to(device) if isinstance(value, torch.Tensor) else value
+        if not allow_pickle:
+            raise UnsupportedStateError(f"{_text(path)} is a {value.pickled} that was pickled: to run its code, {how}")
+        return pickle.loads(value.data)
 
     return mapped(node, leaf, path)
 
@@ -123,8 +111,8 @@ def _text(path: _Path) -> str:
 register_attributes(argparse.Namespace, "namespace.Namespace")
 register_attributes(types.SimpleNamespace, "namespace.SimpleNamespace")
 register_leaf(
-    Pickled,
-    "pickle",
-    lambda value: [torch.frombuffer(bytearray(value.data), dtype=torch.uint8), value.kind],
-    lambda parts: Pickled(parts[0].numpy().tobytes(), parts[1]),
+    Opaque,
+    "opaque",
+    lambda value: [torch.frombuffer(bytearray(value.data + b"\0"), dtype=torch.uint8)[:-1], value.pickled],
+    lambda parts: Opaque(parts[0].numpy().tobytes(), parts[1]),
 )

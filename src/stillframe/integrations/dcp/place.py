@@ -1,4 +1,4 @@
-"""What the writer and the reader share: the root that DCP calls a checkpoint id, and the bytes of foreign planners."""
+"""What the writer and the reader share: the root that DCP calls a checkpoint id."""
 
 from __future__ import annotations
 
@@ -6,9 +6,6 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
-from stillframe import register_leaf
 from stillframe.errors import ConfigError
 from stillframe.store import root_address
 
@@ -47,18 +44,3 @@ class Place:
 def id_of(save: Any) -> str:
     """Of a save, for DCP's ``save_id``: no other has the same in this root."""
     return f"{save.step}-e{save.epoch}-{save.attempt}"
-
-
-class Opaque:
-    """Bytes that a user-defined planner made of a value; only such a planner can load them."""
-
-    def __init__(self, data: bytes) -> None:
-        self.data = data
-
-
-register_leaf(
-    Opaque,
-    "dcp.bytes",
-    lambda opaque: torch.frombuffer(bytearray(opaque.data or b"\0"), dtype=torch.uint8)[: len(opaque.data)],
-    lambda tensor: Opaque(tensor.numpy().tobytes()),
-)

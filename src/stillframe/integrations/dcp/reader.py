@@ -24,10 +24,10 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 
 from stillframe.errors import ConfigError, StateError, UnsupportedStateError
-from stillframe.integrations.dcp.place import Opaque, PathLike, Place, id_of
-from stillframe.integrations.open_roots import seat
-from stillframe.integrations.pickled import from_leaves, mapped
-from stillframe.spi import BoxReader
+from stillframe.integrations.dcp.place import PathLike, Place, id_of
+from stillframe.integrations.pickled import Opaque, from_leaves
+from stillframe.open_roots import seat
+from stillframe.spi import BoxReader, mapped
 from stillframe.state.torch_internals import flatten_state_dict
 from stillframe.store import files, is_url
 

@@ -10,28 +10,31 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from stillframe import Save
 from stillframe.errors import StateError, StillframeError
-from stillframe.integrations.dcp.stager import Staging, take_staging
-from stillframe.integrations.open_roots import Admission, How, OpenRoot, admitting, close_root
+from stillframe.open_roots import Admission, How, OpenRoot, admitting, close_root
 from stillframe.state.torch_internals import frame_of_dcp, is_in_frame
 
-_thread = threading.local()
+if TYPE_CHECKING:
+    from stillframe.integrations.dcp.stager import Staging
+
 _rounds: weakref.WeakSet[Round] = weakref.WeakSet()
-_ending = threading.RLock()
-_untold: list[tuple[Admission, How]] = []
-"""Given up on this rank, where nothing was open through which the others could be told."""
+_ending = threading.RLock()  # a round may end wherever garbage is collected
 
 
 class Round:
-    """One save of DCP on this rank.  Thread: DCP's, which makes it from the beginning to the end."""
+    """One save of DCP on this rank.  Thread: DCP's, which makes it from the beginning to the end.
 
-    def __init__(self, how: How, lets_go: bool) -> None:
+    DCP tells a writer nothing when the save fails elsewhere.  So whoever comes next ends a round that was left.  Rank 0
+    gives the save up then, for all ranks.
+    """
+
+    def __init__(self, how: How, lets_go: bool, staging: Staging | None) -> None:
         self._how = how
         self._lets_go = lets_go
-        self.staging: Staging | None = take_staging()
+        self.staging = staging
         self.admission: Admission | None = None
         self.save: Save | None = None
         self._using = contextlib.ExitStack()
@@ -52,7 +55,7 @@ class Round:
         self.admission = admissions[0]
         return admissions
 
-    def enter(self, root: str) -> OpenRoot:
+    def enter(self, root: str) -> tuple[OpenRoot, Admission]:
         """The root, open until the round is over.
 
         Raises: :class:`StateError` if DCP has brought no admission; :class:`ConfigError`; :class:`BusyError`.
@@ -62,74 +65,76 @@ class Round:
                 "DCP called write_data without the plan that prepare_global_plan made, or on another thread: "
                 "stillframe needs both to tell this save from others"
             )
-        return self._using.enter_context(self.admission.enter(root, self._how))
+        return self._using.enter_context(self.admission.enter(root, self._how)), self.admission
 
-    def over(self) -> None:
-        """It has come to its end on this rank."""
-        self._is_over = True
-        self._using.close()
-        self._let_go()
-
-    def give_up(self, error: BaseException) -> None:
-        """DCP has ended it on this rank before its end.  May be called again."""
+    def end(self, error: BaseException | None = None) -> None:
+        """It has come to its end on this rank; with an ``error``, before it was made.  May be called again."""
         with _ending:
             if self._is_over:
                 return
             self._is_over = True
-        self._using.close()
-        if self.admission is not None and (self.save is None or self.admission.rank == 0):
-            with contextlib.suppress(Exception):  # then the others wait for their deadline
-                if not self.admission.withdraw(error):
-                    _untold.append((self.admission, self._how))
-        self._let_go()
-
-    def _let_go(self) -> None:
+        if error is not None and self.staging is not None:
+            self.staging.failed(error)
+        with contextlib.suppress(Exception):  # the others cannot be told, and wait for their deadline
+            if error is None:
+                self._using.close()
+            else:
+                self._using.__exit__(type(error), error, error.__traceback__)
         if self._lets_go and self.admission is not None:
             with contextlib.suppress(StillframeError):  # it is told to who waits for the save
-                close_root(self.admission.root)
+                close_root(self.admission.path)
+
+
+class _Slot:
+    """What a thread of DCP is saving.  It is deleted when the thread ends, or begins another save."""
+
+    def __init__(self, staging: Staging | None = None) -> None:
+        self.staging = staging
+        self.round: Round | None = None
 
     def __del__(self) -> None:
-        """The thread has ended, or has begun the next round."""
-        if hasattr(self, "_is_over"):
-            self.give_up(_ended())
+        if self.staging is not None:
+            self.staging.ended()
+        if self.round is not None:
+            self.round.end(_left())
+
+
+class _Here(threading.local):
+    slot: _Slot | None = None
+
+
+_thread = _Here()
+
+
+def begin_lazily(staging: Staging) -> None:
+    """DCP has taken a staged state, on this thread, to save it."""
+    _thread.slot = _Slot(staging)
 
 
 def begin_round(how: How, *, lets_go: bool) -> None:
     """A save of DCP begins on this thread.  ``lets_go``: the root is closed at its end."""
-    end_round()
+    slot = _thread.slot
+    if slot is None or slot.round is not None or (slot.staging is not None and slot.staging.is_over):
+        slot = _thread.slot = _Slot()
     end_left_rounds()
-    _thread.round = Round(how, lets_go)
-
-
-def end_round() -> None:
-    """If DCP has left a save of this thread before its end, it is given up, and the other ranks are told."""
-    before: Round | None = getattr(_thread, "round", None)
-    if before is not None:
-        before.give_up(_ended())
-        _thread.round = None
-    with contextlib.suppress(IndexError):
-        while True:
-            admission, how = _untold.pop()
-            with contextlib.suppress(Exception):
-                admission.withdraw(_ended(), how)
+    slot.round = Round(how, lets_go, slot.staging)
 
 
 def end_left_rounds() -> None:
-    """As :func:`end_round`, for saves that DCP has left on other threads."""
+    """Give up the saves that DCP has left before their end, on whatever thread."""
     for each in list(_rounds):
         if each.is_left:
-            each.give_up(_ended())
+            each.end(_left())
 
 
 def this_round() -> Round:
     """The one of this thread.  Raises :class:`StateError`."""
-    found: Round | None = getattr(_thread, "round", None)
-    if found is None:
+    if _thread.slot is None or _thread.slot.round is None:
         raise StateError("DCP has begun no save on this thread: set_up_storage_writer comes first")
-    return found
+    return _thread.slot.round
 
 
-def _ended() -> StateError:
+def _left() -> StateError:
     return StateError("torch.distributed.checkpoint ended the save before it was written here")
 
 
@@ -147,9 +152,6 @@ class Carried:
     def __reduce__(self) -> Any:
         return _arrive, (self._admission,)
 
-    def __copy__(self) -> Carried:
-        return self
-
     def __deepcopy__(self, memo: Any) -> Carried:
         return self
 
@@ -157,7 +159,7 @@ class Carried:
 def _arrive(admission: Admission) -> Carried:
     """Called when a plan is unpickled.  The first that comes in a round is the one: others are of plans that somebody
     has kept."""
-    found: Round | None = getattr(_thread, "round", None)
+    found = None if _thread.slot is None else _thread.slot.round
     if found is not None and found.admission is None:
         found.admission = admission
     return Carried(admission)

@@ -11,9 +11,9 @@ from typing import Any
 
 from stillframe import Save, spi
 from stillframe.errors import ConfigError, StateError
-from stillframe.integrations.open_roots import fence, live_state
+from stillframe.integrations.dcp.round import begin_lazily
+from stillframe.open_roots import fence
 
-_thread = threading.local()
 _gate: spi.UpdateGate | None = None
 _under_way: set[threading.Event] = set()
 """An event for each lazy save, set at its end."""
@@ -29,12 +29,15 @@ class Stager:
     A save that comes before the one before is committed waits for it, in its own thread (DCP's planning is a
     collective), and with it the next update: save less often, or wait for ``upload_completion`` where it suits.  For
     the same reason all ranks begin their lazy saves in the same order, also those to several roots.
+
+    Make one and use it for every save: it remembers whose memory the state is, and reuses its copies.
     """
 
     _synchronize_after_execute = False
 
     def __init__(self, writer: Any) -> None:
         self._writer = writer
+        self._live = spi.LiveState()
 
     @property
     def should_synchronize_after_execute(self) -> bool:
@@ -44,13 +47,13 @@ class Stager:
         gate = _update_gate()
         gate.wait()
         fence()  # the copies of the state before have been copied away
-        return Staging(gate, LiveDict(live_state(self._writer.path).state(state_dict)), self._writer.step)
+        return Staging(gate, LiveDict(self._live.state(state_dict)), self._writer.step)
 
     def synchronize_staging(self) -> None:
         """Nothing to do: the fence synchronizes."""
 
     def close(self) -> None:
-        """Nothing to do: the copies belong to the open root."""
+        """Nothing to do: the copies go with this object."""
 
 
 def _update_gate() -> spi.UpdateGate:
@@ -100,8 +103,7 @@ class Staging(Future[dict[str, Any]]):
         """The live state; blocks until the saves before have ended.  Once the copy is over, ``{}`` or its error."""
         if self.is_over:
             return super().result(timeout)
-        _thread.end = _ThreadEnd(self)
-        _thread.staging = self
+        begin_lazily(self)
         for each in self._before:
             each.wait()
         return self._live
@@ -136,20 +138,3 @@ class Staging(Future[dict[str, Any]]):
     def __del__(self) -> None:
         if hasattr(self, "_release"):
             self.ended()
-
-
-def take_staging() -> Staging | None:
-    """The lazy save whose state this thread has taken to save it."""
-    staging: Staging | None = getattr(_thread, "staging", None)
-    _thread.staging = None
-    return None if staging is None or staging.is_over else staging
-
-
-class _ThreadEnd:
-    """Stands in a thread-local of DCP's thread, and so is deleted when that thread ends."""
-
-    def __init__(self, staging: Staging) -> None:
-        self._staging = staging
-
-    def __del__(self) -> None:
-        self._staging.ended()

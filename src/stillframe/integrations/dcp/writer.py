@@ -17,10 +17,10 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 
 from stillframe import Catalog
 from stillframe.errors import ConfigError, ExistsError, UnsupportedStateError
-from stillframe.integrations.dcp.place import Opaque, PathLike, Place, id_of
-from stillframe.integrations.dcp.round import Carried, begin_round, end_left_rounds, end_round, this_round
-from stillframe.integrations.open_roots import How, close_root, close_unused_roots
-from stillframe.integrations.pickled import to_leaves
+from stillframe.integrations.dcp.place import PathLike, Place, id_of
+from stillframe.integrations.dcp.round import Carried, begin_round, end_left_rounds, this_round
+from stillframe.integrations.pickled import Opaque, to_leaves
+from stillframe.open_roots import How, close_root, close_roots
 from stillframe.spi import ELSEWHERE, TensorBox, is_wrapper
 
 _ALLOW = "give Writer(…, allow_pickle=True)"
@@ -68,12 +68,12 @@ class Writer(Place, StorageWriter):
     def __getstate__(self) -> dict[str, Any]:
         """DCP sends it to a process of its own, which is about to save: it finds the root free."""
         end_left_rounds()
-        close_unused_roots()
+        close_roots(lambda each: not each.users)
         return vars(self)
 
     def close(self) -> None:
         """Let go of the root, which stays open between saves; may be called again."""
-        end_round()
+        end_left_rounds()
         close_root(self.path)
 
     def storage_meta(self) -> StorageMeta:
@@ -99,22 +99,19 @@ class Writer(Place, StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
         found = this_round()
         try:
-            root = found.enter(self.path)
-            assert found.admission is not None
-            state = _state(plan, planner, self.allow_pickle, has_gaps=found.admission.world_size > 1)
+            root, admission = found.enter(self.path)
+            state = _state(plan, planner, self.allow_pickle, has_gaps=admission.world_size > 1)
             since = None if found.staging is None else found.staging.versions
-            found.save = root.save(found.admission.ticket, state, since=since)
-        except BaseException as error:
+            found.save = root.save(admission.ticket, state, since=since)
             if found.staging is not None:
-                found.staging.failed(error)
-            found.give_up(error)
+                found.staging.requested(found.save)
+            found.save.wait("sealed")
+        except BaseException as error:
+            found.end(error)
             raise
-        if found.staging is not None:
-            found.staging.requested(found.save)
-        found.save.wait("sealed")
         self.save_id = id_of(found.save)
-        if found.admission.rank != 0:
-            found.over()  # the coordinator alone is called again
+        if admission.rank != 0:
+            found.end()  # the coordinator alone is called again
         written: torch.futures.Future[list[WriteResult]] = torch.futures.Future()
         written.set_result([WriteResult(item.index, item.tensor_storage_size() or 0, None) for item in plan.items])
         return written
@@ -123,7 +120,7 @@ class Writer(Place, StorageWriter):
         found = this_round()
         assert found.save is not None
         found.save.wait("committed")
-        found.over()
+        found.end()
         metadata.storage_meta, metadata.version = self.storage_meta(), CURRENT_DCP_VERSION
 
 

@@ -16,8 +16,8 @@ from stillframe import spi
 from stillframe.errors import ConfigError, ExistsError, NotFoundError, StateError, StillframeError
 from stillframe.integrations.deepspeed.export import write_object
 from stillframe.integrations.deepspeed.pointers import FILES, RUN, content_of, read
-from stillframe.integrations.open_roots import How, OpenRoot, admitting, fence, live_state, seat, settle_root
-from stillframe.integrations.pickled import to_leaf
+from stillframe.integrations.pickled import to_leaves
+from stillframe.open_roots import How, OpenRoot, admitting, fence, seat, settle_root
 from stillframe.store import directory_address
 from stillframe.store.files import is_taken, kind_of
 
@@ -45,7 +45,7 @@ class CheckpointEngine:
         self._how = How(arena, stillframe.KeepLast(count) if count else None)
         self._info: Any = None
         self._files: dict[str, Any] = {}
-        self._root: OpenRoot | None = None
+        self._live = spi.LiveState()
         self._saves: list[tuple[str, stillframe.Save]] = []
         """Saves whose end nobody has been told of, each with the directory of its tag."""
 
@@ -78,13 +78,12 @@ class CheckpointEngine:
         info, files = self._info, self._files
         self.drop()
         rank, world_size = seat()
-        directory = os.path.abspath(os.path.join(info.save_dir, info.tag))
 
         with contextlib.ExitStack() as stack:
 
             def begin() -> tuple[Any, int]:
                 self._tell_failure()
-                self._check_tag(info.tag, directory)
+                self._check_tag(info.tag, os.path.join(info.save_dir, info.tag))
                 admitted = admitting(info.save_dir, world_size, self._how, least=_number(info.tag))
                 return stack.enter_context(admitted) if rank == 0 else None, len(files)
 
@@ -93,24 +92,20 @@ class CheckpointEngine:
             total = sum(count for _, count in said)
             label = spi.Label(info.tag, tuple(files), content_of(admission.run), bool(info.save_latest), total)
 
-            def prepare() -> Any:
-                self._root = stack.enter_context(admission.enter(info.save_dir, self._how))
+            def prepare() -> tuple[OpenRoot, Any]:
+                root = stack.enter_context(admission.enter(info.save_dir, self._how))
                 fence()  # the copies of the state before have been copied away
-                contents = live_state(info.save_dir).state(files, self._encode)
-                return {"tag": info.tag, RUN: admission.run, FILES: contents}
+                contents = self._live.state(to_leaves(files, self._allow_pickle, _ALLOW))
+                return root, {"tag": info.tag, RUN: admission.run, FILES: contents}
 
-            state = _here(prepare)  # before the save: a rank that saved would wait for one that could not even try
-            root = self._root
-            assert root is not None
-            self._saves.append((directory, _here(lambda: root.save(admission.ticket, state, label))))
+            root, state = _here(prepare)  # first: a rank that saved would wait for one that could not even try
+            directory = os.path.abspath(os.path.join(info.save_dir, info.tag))
+            self._saves.append((directory, _here(lambda: root.save(admission.ticket, state, label=label))))
 
     def _check_tag(self, tag: str, directory: str) -> None:
         spi.Label(tag)
         if is_taken(directory) and not is_taken(os.path.join(directory, "label.json")):
             raise ExistsError(f"{directory} exists, and is not stillframe's: choose another tag, or remove it")
-
-    def _encode(self, path: tuple[Any, ...], value: Any) -> Any:
-        return to_leaf(path, value, self._allow_pickle, _ALLOW)
 
     def _tell_failure(self) -> None:
         """Raises the error of the first save that failed, once; forgets those that are committed."""
@@ -130,11 +125,6 @@ class CheckpointEngine:
             with contextlib.suppress(StillframeError):
                 save.wait("committed" if persist else "staged")
         self._tell_failure()
-
-    def fence(self) -> None:
-        """DeepSpeed calls it before an update: it may change state before the hook of the optimizer is called."""
-        if self._root is not None:
-            self._root.run.fence()
 
     def settle(self, directory: str, tag: str | None) -> None:
         """Before a load: wait, on every rank, until the saves to it are committed: of this engine, of any other of this

@@ -12,6 +12,7 @@ from typing import Any
 from stillframe.errors import ConfigError
 from stillframe.integrations.deepspeed.engine import CheckpointEngine
 from stillframe.integrations.pickled import register_deepspeed_types
+from stillframe.open_roots import fence
 from stillframe.store import directory_address
 
 _tag: contextvars.ContextVar[str | None] = contextvars.ContextVar("_tag", default=None)
@@ -96,8 +97,8 @@ def _wrapper(base: Any) -> Any:
                 super().makedirs(path, exist_ok=exist_ok)
 
         def get_commit_info(self) -> None:
-            """DeepSpeed asks right before an update."""
-            self.ckpt_engine.fence()
+            """DeepSpeed asks right before an update: it may change state before the hook of the optimizer is called."""
+            fence()
 
         def commit(self, info: Any) -> bool:
             self.ckpt_engine.drop()  # only save_16bit_model comes here, and has written its file

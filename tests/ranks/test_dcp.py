@@ -41,6 +41,7 @@ def test_models_that_are_divided_wrapped_or_compiled_come_back_bit_for_bit_also_
     [
         ("overlap", "cached", "two_roots", "alone", "alone_beside"),
         ("failure", "failure_in_threads", "alone_after_failure", "every_stage"),
+        ("every_stage_in_a_process",),
     ],
 )
 def test_no_save_is_torn_and_the_next_one_works_at_once(tmp_path: Path, cases: tuple[str, ...]) -> None:

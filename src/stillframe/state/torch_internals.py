@@ -198,7 +198,7 @@ def frame_of_dcp() -> int | None:
     """DCP tells a storage nothing when a save fails elsewhere.  But this frame of the thread is there until it ends."""
     found, frame = None, inspect.currentframe()
     while frame is not None:
-        if frame.f_globals.get("__name__", "").startswith("torch.distributed.checkpoint."):
+        if frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict_saver":
             found = id(frame)
         frame = frame.f_back
     return found

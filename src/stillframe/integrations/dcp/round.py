@@ -8,9 +8,13 @@ that makes the save, right before: there the admission arrives, whatever becomes
 from __future__ import annotations
 
 import contextlib
+import copyreg
 import threading
 import weakref
 from typing import TYPE_CHECKING, Any
+
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
 
 from stillframe import Save
 from stillframe.errors import StateError, StillframeError
@@ -80,6 +84,9 @@ class Round:
                 self._using.close()
             else:
                 self._using.__exit__(type(error), error, error.__traceback__)
+
+    def let_go(self) -> None:
+        """Close the root, if that was wanted.  Blocks until its saves are committed or have failed."""
         if self._lets_go and self.admission is not None:
             with contextlib.suppress(StillframeError):  # it is told to who waits for the save
                 close_root(self.admission.path)
@@ -112,7 +119,7 @@ def begin_lazily(staging: Staging) -> None:
 
 
 def begin_round(how: How, *, lets_go: bool) -> None:
-    """A save of DCP begins on this thread.  ``lets_go``: the root is closed at its end."""
+    """A save of DCP begins on this thread.  ``lets_go``: the root is closed when DCP is done with it."""
     slot = _thread.slot
     if slot is None or slot.round is not None or (slot.staging is not None and slot.staging.is_over):
         slot = _thread.slot = _Slot()
@@ -125,6 +132,17 @@ def end_left_rounds() -> None:
     for each in list(_rounds):
         if each.is_left:
             each.end(_left())
+            each.let_go()
+
+
+def _returned(result: Any) -> Any:
+    """DCP's own process sends the end of a save to the trainer, and may be idle for ever then: nothing else says so."""
+    end_left_rounds()
+    return result.__reduce_ex__(2)
+
+
+for _kind in (Metadata, CheckpointException):
+    copyreg.pickle(_kind, _returned)
 
 
 def this_round() -> Round:

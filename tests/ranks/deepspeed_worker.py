@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import enum
 import functools
@@ -18,6 +19,7 @@ import time
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 warnings.simplefilter("ignore")
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -29,7 +31,8 @@ import torch.distributed as dist  # noqa: E402
 import stillframe  # noqa: E402
 from stillframe import spi  # noqa: E402
 from stillframe.integrations import deepspeed as ours  # noqa: E402
-from stillframe.open_roots import close_root, find_root  # noqa: E402
+from stillframe.integrations.deepspeed.engine import CheckpointEngine  # noqa: E402
+from stillframe.open_roots import Admission, close_root, find_root  # noqa: E402
 from tests import layout  # noqa: E402
 from tests.ranks.saying import say  # noqa: E402
 from tests.support import assert_same, until  # noqa: E402
@@ -564,6 +567,48 @@ def broken(root: Path) -> None:
     dist.barrier()
     assert (where / "latest").read_text() == "tag6"
     assert (where / "tag5").is_dir()
+
+
+def every_stage(root: Path) -> None:
+    """Something fails at each stage on each rank: all are told, with its number, and the next save works."""
+    engine = build(config(2, "bf16"))
+    where = root / "stages"
+    good: list[str] = []
+
+    def breaks(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("on purpose")
+
+    kinds = [
+        (CheckpointEngine, "create", (0, 1)),
+        (CheckpointEngine, "save", (0, 1)),
+        (spi, "issue", (0,)),
+        (Admission, "enter", (0, 1)),
+        (spi.LiveState, "state", (0, 1)),
+        (spi, "save", (0, 1)),
+    ]
+    for owner, name, ranks in kinds:
+        for rank in ranks:
+            began = time.monotonic()
+            update(engine, len(good))
+            place = mock.patch.object(owner, name, breaks) if dist.get_rank() == rank else contextlib.nullcontext()
+            words = ["on purpose"] if dist.get_rank() == rank else [f"rank {rank} could not save", "on purpose"]
+            with place:
+                fails(lambda: engine.save_checkpoint(str(where), "broken"), *words)
+            good.append(f"{name}{rank}")
+            engine.save_checkpoint(str(where), good[-1])
+            assert time.monotonic() - began < 60, (name, rank)
+    update(engine, len(good))
+    engine.save_checkpoint(str(where), "last")
+    expected = state_of(engine)
+    engine.destroy()
+    dist.barrier()
+    assert not (where / "broken").exists()
+    assert all((where / tag).is_dir() for tag in good), good
+    other = build(config(2, "bf16"), seed=4)
+    path, _ = other.load_checkpoint(str(where))
+    assert path is not None
+    assert_same(state_of(other), expected)
+    other.destroy()
 
 
 def universal(source: Path, to: Path) -> None:

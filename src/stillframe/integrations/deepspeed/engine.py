@@ -45,6 +45,8 @@ class CheckpointEngine:
         self._how = How(arena, stillframe.KeepLast(count) if count else None)
         self._info: Any = None
         self._files: dict[str, Any] = {}
+        self.error: Exception | None = None
+        """Why this rank cannot hand over its part of the checkpoint that was begun."""
         self._live = spi.LiveState()
         self._saves: list[tuple[str, stillframe.Save]] = []
         """Saves whose end nobody has been told of, each with the directory of its tag."""
@@ -67,7 +69,7 @@ class CheckpointEngine:
 
     def drop(self) -> None:
         """Forget the checkpoint that was begun."""
-        self._info, self._files = None, {}
+        self._info, self._files, self.error = None, {}, None
 
     def finish(self) -> None:
         """Every rank has handed over everything: request the save.  The tag takes the place of one of the same name.
@@ -75,13 +77,15 @@ class CheckpointEngine:
         Raises, on every rank if on one: the error of a save before; :class:`ExistsError`; :class:`ConfigError`;
         :class:`UnsupportedStateError`.
         """
-        info, files = self._info, self._files
+        info, files, error = self._info, self._files, self.error
         self.drop()
         rank, world_size = seat()
 
         with contextlib.ExitStack() as stack:
 
             def begin() -> tuple[Any, int]:
+                if error is not None:
+                    raise error
                 self._tell_failure()
                 self._check_tag(info.tag, os.path.join(info.save_dir, info.tag))
                 admitted = admitting(info.save_dir, world_size, self._how, least=_number(info.tag))

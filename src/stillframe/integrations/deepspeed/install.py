@@ -7,6 +7,7 @@ import functools
 import importlib.util
 import sys
 import types
+from collections.abc import Callable
 from typing import Any
 
 from stillframe.errors import ConfigError
@@ -90,18 +91,35 @@ def _wrapper(base: Any) -> Any:
 
     class StillframeCheckpointEngine(base):  # type: ignore[misc]
         def create(self, info: Any) -> None:
-            self.ckpt_engine.create(info)
+            self._try(self.ckpt_engine.create, info)
 
         def makedirs(self, path: str, exist_ok: bool = False) -> None:
             if not self.ckpt_engine.is_of_tag(path):  # a tag's directory appears when it is committed
-                super().makedirs(path, exist_ok=exist_ok)
+                self._try(super().makedirs, path, exist_ok)
+
+        def save(self, state_dict: Any, path: str) -> None:
+            self._try(self.ckpt_engine.save, state_dict, path)
+
+        def _try(self, work: Callable[..., None], *args: Any) -> None:
+            """DeepSpeed's ranks meet in barriers as they save: if one raised, the others would wait there for ever.
+
+            So an error is told in the end, and to every rank.
+            """
+            try:
+                if self.ckpt_engine.error is None:
+                    work(*args)
+            except Exception as error:
+                self.ckpt_engine.error = error
 
         def get_commit_info(self) -> None:
             """DeepSpeed asks right before an update: it may change state before the hook of the optimizer is called."""
             fence()
 
         def commit(self, info: Any) -> bool:
+            error = self.ckpt_engine.error
             self.ckpt_engine.drop()  # only save_16bit_model comes here, and has written its file
+            if error is not None:
+                raise error
             return True
 
         def cleanup(self) -> None:

@@ -17,20 +17,30 @@ import pytest
 import torch
 
 import stillframe
-from stillframe import Checkpointer, DeadlineError, StorageError, Tier, spi, waits
+from stillframe import Catalog, Checkpointer, DeadlineError, StorageError, Tier, spi, waits
 from stillframe.checkpoint.lock import RootLock
 from stillframe.checkpoint.survey import survey
 from stillframe.checkpoint.tiers import look_at_tiers
+from stillframe.format import names
+from stillframe.format.epochs import Carried, decode_carrying
 from stillframe.keeper.taking import Taking
 from stillframe.latch import later
+from stillframe.model import SaveId
+from stillframe.save import keeper_process
 from stillframe.store import clouds, hastily, open_store
 from stillframe.store.activity import Activity
 from stillframe.store.objects import open_objects
-from tests.support import pause
+from tests.faults.held import bootstrap
+from tests.support import is_alive, pause, until
 
 URL = "s3://bucket/run"
 SOON_S = 15.0
 """Far below the 30 s and 300 s that a server is waited for."""
+LEAVE_SOON = """
+from stillframe.keeper import leaving
+leaving._ATTEMPT_S = 1.5
+"""
+"""A keeper that could go waits so long for an attempt in which nothing moves."""
 
 
 @pytest.fixture
@@ -45,6 +55,7 @@ def dead() -> Iterator[str]:
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(waits, "TELL_S", 0.1)
     monkeypatch.setattr(waits, "_told_s", {})
+    monkeypatch.setattr(keeper_process, "_BOOTSTRAP", bootstrap(more=LEAVE_SOON))
 
 
 def options(at: str, **more: Any) -> dict[str, Any]:
@@ -165,6 +176,7 @@ def test_a_tier_that_is_down_is_told_of_while_it_is_looked_at(
     tiers = [Tier(URL, storage_options={"retry_timeout": 600})]
     with Checkpointer(tmp_path, tiers=tiers) as checkpointer:
         checkpointer.save(1, {"weights": torch.zeros(10)}).wait()
+        keeper = spi.keeper_pid(checkpointer) or 0
         checkpointer.close(timeout_s=1)
     assert f"{URL} is left behind by close()" in caplog.text
     caplog.clear()
@@ -179,6 +191,46 @@ def test_a_tier_that_is_down_is_told_of_while_it_is_looked_at(
     (view,) = look_at_tiers(survey(tmp_path))
     assert view.trouble == silence
     assert f"waiting for {URL}: what does it hold?" in caplog.text
+    until(lambda: not is_alive(keeper), "the keeper leaves a request that is repeated for ten minutes")
+    assert Carried(URL, None, SaveId(1)) in carried(tmp_path), "the next run knows what is due"
+
+
+def test_a_keeper_leaves_a_tier_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a dead mount does: no call into it returns, and none fails."""
+    gate, root, tier = tmp_path / "gate", tmp_path / "root", tmp_path / "tier"
+    held = f"""
+from stillframe.store.calls import Calls
+import os, time
+real = Calls.pwrite
+def pwrite(self, fd, *more):
+    while os.path.exists({str(gate)!r}) and os.readlink(f"/proc/self/fd/{{fd}}").startswith({str(tier)!r}):
+        time.sleep(0.1)
+    return real(self, fd, *more)
+Calls.pwrite = pwrite
+"""
+    monkeypatch.setattr(keeper_process, "_BOOTSTRAP", bootstrap(more=held + LEAVE_SOON))
+    gate.touch()
+    checkpointer = Checkpointer(root, tiers=[Tier(tier)])
+    checkpointer.save(1, {"weights": torch.zeros(10)}).wait()
+    keeper = spi.keeper_pid(checkpointer) or 0
+    checkpointer.close(timeout_s=1)
+    until(lambda: not is_alive(keeper), "the keeper leaves")
+    assert Catalog(tier).steps() == []
+    (noted,) = carried(root)
+    assert noted.root == str(tier)
+    assert SaveId(1) in (noted.save, noted.waiting)
+    gate.unlink()
+    with Checkpointer(root, tiers=[Tier(tier)]) as checkpointer:
+        began_s = time.monotonic()
+    assert time.monotonic() - began_s < SOON_S, "what is due is carried by a run that restores or saves: not this one"
+    with Checkpointer(root, tiers=[Tier(tier)]) as checkpointer:
+        assert checkpointer.restore({"weights": torch.ones(10)}).step == 1
+    assert Catalog(tier).steps() == [1]
+
+
+def carried(root: Path) -> list[Carried]:
+    """What the root says is to be carried on."""
+    return decode_carrying((root / names.carrying(0)).read_bytes(), file="").tiers
 
 
 def test_waiting_for_a_tier_that_is_down_is_told(tmp_path: Path, dead: str, caplog: pytest.LogCaptureFixture) -> None:

@@ -34,6 +34,7 @@ from stillframe.errors import (
 )
 from stillframe.format import events, names
 from stillframe.keeper.commit_loop import or_die
+from stillframe.keeper.leaving import Leaving
 from stillframe.keeper.progress import Sign
 from stillframe.keeper.terms import COORDINATOR
 from stillframe.link.messages import TierFailed, TierNews
@@ -43,8 +44,6 @@ from stillframe.tiers import TierConfig
 _FIRST_S, _LONGEST_S, _SLOWER = 0.05, 2.0, 1.5
 """Pauses between two looks at what the other ranks have carried."""
 _RETRY_S, _LONGEST_RETRY_S = 1.0, 60.0
-_LEAVE_S, _LEAVE_TROUBLE_S = 30.0, 5.0
-"""So long a keeper that could go waits for other ranks that do not get on, and for a tier that fails."""
 _IDLE_S = 10.0
 """Between two looks when nothing is known to be carried."""
 _NEWS_S = 0.5
@@ -58,7 +57,7 @@ class TakenOver(BusyError):
 
 
 class Mover(ABC):
-    """Of one tier.  Thread: :meth:`committed`, :attr:`kept` and :meth:`finish` from any; the rest on its own.
+    """Of one tier.  Thread: :meth:`committed`, :attr:`kept`, :meth:`finish` from any; the rest on its own.
 
     ``source``: the root, with whatever parts it has; ``others``: the other tiers.  ``epoch``: of this keeper, if it is
     known.  ``tell``: the trainer; ``notice``: a person; ``record``: the journal.
@@ -119,7 +118,7 @@ class Mover(ABC):
         self._troubled_s = 0.0
         """Since when."""
         self._is_over = False
-        self._closing_s: float | None = None
+        self._leaving = Leaving(config.bytes_per_s)
         self._told_s = 0.0
         self._thread: threading.Thread | None = None
 
@@ -177,14 +176,18 @@ class Mover(ABC):
         with self._changed:
             self._changed.notify_all()
 
-    def finish(self) -> None:
-        """Carry what is due, as long as that gets on; then no more.  Blocks."""
+    def close(self) -> None:
+        """Carry what is due, as long as that gets on; then no more.  Does not wait.  May be repeated."""
         with self._changed:
-            self._closing_s = time.monotonic()
+            self._leaving.begin()
             self._changed.notify_all()
-            thread = self._thread
-        if thread is not None:
-            thread.join()
+
+    def finish(self) -> None:
+        """:meth:`close`, and wait for it.  If its thread hangs in the storage, that is left there."""
+        self.close()
+        thread = self._thread
+        while thread is not None and thread.is_alive() and not self._leaving.hangs(max(self._since_s, self._moved_s)):
+            thread.join(_LOOK_S)
 
     # --- on its own thread -----------------------------------------------------------------
 
@@ -192,6 +195,7 @@ class Mover(ABC):
         pause_s = _FIRST_S
         while True:
             is_busy = self.attempt()
+            self._leaving.attempted()
             self.on_turn()
             if self._is_over:
                 return
@@ -200,7 +204,7 @@ class Mover(ABC):
             else:
                 pause_s = min(pause_s * _SLOWER, _LONGEST_S) if is_busy else _FIRST_S
             with self._changed:
-                if self._closing_s is not None:
+                if self._leaving.has_begun:
                     if self._may_leave(is_busy):
                         return
                     pause_s = min(pause_s, _LONGEST_S)
@@ -222,16 +226,18 @@ class Mover(ABC):
         return is_busy
 
     def _may_leave(self, is_busy: bool) -> bool:
-        assert self._closing_s is not None
-        if not is_busy and not self.kept:
+        if not is_busy and (not self.kept or self._known_epoch is None):
             return True
-        if self._trouble:
-            return time.monotonic() - self._troubled_s > _LEAVE_TROUBLE_S
-        return time.monotonic() - max(self._closing_s, self._since_s, self._moved_s) > _LEAVE_S
+        return self._leaving.is_time(max(self._since_s, self._moved_s), self._troubled_s if self._trouble else None)
 
     def _turn_if_known(self) -> bool:
-        epoch = self._epoch()
+        epoch = self._known_epoch
         return epoch is not None and self._turn(epoch)
+
+    @property
+    def _known_epoch(self) -> int | None:
+        """Nothing is carried before it is known."""
+        return self._epoch()
 
     @abstractmethod
     def _turn(self, epoch: int) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
 from typing import Any
 
 from stillframe.format import names
@@ -45,4 +46,6 @@ def main(*, sock: int, trainer: int, build: str, **given: Any) -> int:
         store = open_objects(config.root, config.storage_options, activity)
     else:
         store = PosixStore(config.root, spare=names.spare(config.rank), calls=WatchedCalls(activity))
-    return Keeper(config, store, sock, trainer, activity).run()
+    code = Keeper(config, store, sock, trainer, activity).run()
+    sys.stderr.flush()
+    os._exit(code)  # the interpreter's own end might wait for a thread that hangs in a tier

@@ -122,4 +122,6 @@ class Promotion:
     def finish(self) -> None:
         """Blocks until what is due is carried, or does not get on."""
         for mover in self._movers:
+            mover.close()
+        for mover in self._movers:
             mover.finish()

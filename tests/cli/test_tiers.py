@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from stillframe import Catalog, Checkpointer, KeepLast, Tier, spi
+from stillframe.checkpoint.promote import promote
 from stillframe.checkpoint.survey import survey
 from stillframe.checkpoint.tiers import look_at_tiers
 from stillframe.format.epochs import TierNotes, decode_tiers, encode_tiers
@@ -413,6 +414,27 @@ def test_prune_leaves_what_is_being_carried(tmp_path: Path) -> None:
         checkpointer.wait(tier=tier)
         stillframe("prune", root, "--keep-last", 1)
         assert Catalog(root).steps() == [last]
+
+
+def test_prune_leaves_what_may_be_the_only_copy_of_a_part(pair: Pair, tmp_path: Path) -> None:
+    """In a tier, until a later step is whole there.  What is left over in a root goes."""
+    root, tier = Catalog(pair.root), tmp_path / "carried"
+    for step in (1, 2):
+        promote(root, Catalog(tier), root.find(step))
+        interrupt(tier, step, 0)
+    for _ in range(2):
+        assert "step" not in stillframe("prune", tier, "--leftovers", "--dry-run")
+        stillframe("prune", tier, "--leftovers")
+    assert layout.segment(tier, 1, 1).exists()
+    assert promote(root, Catalog(tier), root.find(2)) == []
+    assert Catalog(tier).steps() == [2]
+    assert "step 1" in stillframe("prune", tier, "--leftovers", "--dry-run")
+    assert "step 1" in stillframe("prune", tier, "--leftovers")
+    assert not list(tier.glob("step-000000000001-*/rank-*"))
+    assert Catalog(tier).steps() == [2]
+    interrupt(pair.root, 2, 0)
+    assert "step 2" in stillframe("prune", pair.root, "--leftovers")
+    assert not list(pair.root.glob("step-000000000002-*/rank-*"))
 
 
 def test_a_server_that_is_down_is_not_taken_for_missing_credentials(copy: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -192,9 +192,9 @@ GOLDEN_NOTES = {
         '"run":"0123abcd","sequence":1}}\n'
     ),
     "parent": (
-        '{"stillframe":1,"kind":"parent","xxh3_128":"728f3ef185f706127495440c185caf4d","body":{"epoch":3,'
+        '{"stillframe":1,"kind":"parent","xxh3_128":"d62fdf5548266fd32226530f7d1073ff","body":{"epoch":3,'
         '"run":"0123abcd","sequence":1,"is_shared":true,"parent":{"step":5,"epoch":1,"attempt":1},'
-        '"lineage":[[1,5]],"is_by_hand":false}}\n'
+        '"lineage":[[1,5]],"is_by_hand":false,"is_carried":false}}\n'
     ),
     "outcomes": (
         '{"stillframe":1,"kind":"outcomes","xxh3_128":"d8377fc2bc08b49d8b97fccc41fafab6","body":{"epoch":3,'

@@ -23,6 +23,7 @@ from stillframe.checkpoint.survey import survey
 from stillframe.checkpoint.tiers import look_at_tiers
 from stillframe.checkpoint.verify import verify
 from stillframe.format import names
+from stillframe.keeper.prune import remove_leftovers
 from stillframe.keeper.retention import Pruner
 from stillframe.model import SaveId
 from stillframe.observe.finishing import finish
@@ -440,6 +441,31 @@ def test_removing_steps_in_a_tier_by_hand_stops_nothing_and_leaves_nothing_behin
         checkpointer.wait(tier=tier)
     assert check_whole(tmp_path / "tier") == [6, 8]
     assert check_whole(tmp_path / "root") == list(range(1, 9))
+
+
+def test_removing_in_a_tier_by_hand_leaves_the_branch_as_it_is(tmp_path: Path) -> None:
+    """Also where the run has saved nothing there since its last start, and where it has gone back."""
+    root, tier = tmp_path / "root", Tier(tmp_path / "tier", every=10)
+    with Checkpointer(root, tiers=[tier]) as checkpointer:
+        save(checkpointer, 10)
+    with Checkpointer(root, tiers=[tier]) as checkpointer:
+        assert checkpointer.restore(state(-1)).step == 10
+        save(checkpointer, 11)  # the tier learns of the epoch, and gets nothing
+        checkpointer.wait(tier=tier)
+    for _ in range(2):
+        remove_leftovers(Catalog(tmp_path / "tier"))
+    with Checkpointer(root, tiers=[tier]) as checkpointer:
+        assert checkpointer.restore(state(-1)).step == 11
+        save(checkpointer, 12)
+        checkpointer.rewind(11)
+        checkpointer.wait(tier=tier)
+    remove_leftovers(Catalog(tmp_path / "tier"))
+    remove_leftovers(Catalog(root))
+    assert Catalog(root).steps() == [10, 11], "a rewind stays one"
+    with Checkpointer(root, tiers=[tier]) as checkpointer:
+        assert checkpointer.restore(state(-1)).step == 11
+        save(checkpointer, 20)
+    assert check_whole(tmp_path / "tier") == [10, 20]
 
 
 def in_tier(tier: Path) -> list[tuple[int, int]]:

@@ -32,7 +32,7 @@ from stillframe.format.epochs import Claim, Parent, decode_claim, encode_claim, 
 from stillframe.format.records import Manifest
 from stillframe.latch import later
 from stillframe.lineage import Row, continue_from
-from stillframe.model import SaveId
+from stillframe.model import MAX_STEP, SaveId
 from stillframe.store.protocol import Missing, NotOurs, Store, read_all
 
 _RECENT = 16
@@ -137,7 +137,6 @@ def begin(
     parent: SaveId | None,
     is_shared: bool,
     tiers: Sequence[Catalog] = (),
-    is_by_hand: bool = False,
 ) -> Parent:
     """Put down, durably, what a claimed epoch goes on from.  May be repeated: the first word stands.
 
@@ -145,11 +144,14 @@ def begin(
     """
     rows = _lineage_of([catalog, *tiers], parent) if parent is not None else []
     lineage = list(continue_from(parent, rows))[: limits.MAX_LINEAGE_ROWS]
-    wanted = Parent(epoch, run, sequence, is_shared, parent, lineage, is_by_hand)
-    if not catalog.store.put_new(names.parent(epoch), encode_parent(wanted)):
-        found = catalog.parent(epoch)
+    return _put_parent(catalog, Parent(epoch, run, sequence, is_shared, parent, lineage))
+
+
+def _put_parent(catalog: Catalog, wanted: Parent) -> Parent:
+    if not catalog.store.put_new(names.parent(wanted.epoch), encode_parent(wanted)):
+        found, where = catalog.parent(wanted.epoch), catalog.store.where(names.parent(wanted.epoch))
         if found is None:
-            raise StorageError(f"{catalog.store.where(names.parent(epoch))} is there and is not: is the root in order?")
+            raise StorageError(f"{where} is there and is not: is the root in order?")
         return found
     return wanted
 
@@ -157,14 +159,22 @@ def begin(
 def begin_by_hand(catalog: Catalog) -> int:
     """Begin an epoch that saves nothing, for somebody who removes things where no run lives.  Returns its number.
 
-    It is put down what it goes on from, the newest checkpoint, before anything goes: a paused run of an earlier epoch
-    that then puts down a save which is gone by now is not asked any more.  Raises: as :func:`claim`.
+    It is put down what it goes on from before anything goes: a paused run of an earlier epoch that then puts down a
+    save which is gone by now is not asked any more.  That is the whole branch as it is, also an epoch that has saved
+    nothing here: a tier may lack what the root has, and a rewind stays one.  Raises: as :func:`claim`.
     """
     import secrets  # not for keepers: it loads much else
 
     run = secrets.token_hex(4)
     epoch = claim(catalog, run, 0)
-    begin(catalog, epoch, run, 0, catalog.newest(), catalog.look().is_shared, is_by_hand=True)
+    view = catalog.look()
+    before = view.branch.epoch
+    rows = list(view.branch.lineage)
+    known = None if before is None else catalog.parent(before)
+    if before is not None and (known is None or not known.is_by_hand):
+        rows = [Row(before, MAX_STEP), *rows]
+    lineage = rows[: limits.MAX_LINEAGE_ROWS]
+    _put_parent(catalog, Parent(epoch, run, 0, view.is_shared, view.branch.parent, lineage, is_by_hand=True))
     return epoch
 
 

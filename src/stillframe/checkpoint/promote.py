@@ -132,7 +132,7 @@ def introduce(source: Catalog, target: Catalog, epoch: int, save: SaveId | None 
     if claim is not None and not target.store.put_new(names.claim(epoch), claim):
         raise _of_another_run(target, f"epoch {epoch} there is another run's")
     if parent is not None:
-        shared = msgspec.structs.replace(parent, is_shared=True)
+        shared = msgspec.structs.replace(parent, is_shared=True, is_carried=True)
         if not target.store.put_new(names.parent(epoch), encode_parent(shared)):
             found = target.parent(epoch)
             if found is None or (found.run, found.sequence) != (parent.run, parent.sequence):
@@ -163,7 +163,7 @@ def _check_related(source: Catalog, target: Catalog, ours: set[int], save: SaveI
         raise _of_another_run(target, f"its epochs ({_few(there)}) are none of {source.root}'s ({_few(ours)})")
     for epoch in common[:_COMPARED]:
         claims = [_read(each.store, names.claim(epoch)) for each in (source, target)]
-        if None not in claims and claims[0] != claims[1]:
+        if None not in claims and claims[0] != claims[1] and not _is_by_hand(epoch, source, target):
             raise _of_another_run(target, f"epoch {epoch} there is another run's")
     newest = view.branch.epoch
     is_ahead = newest is not None and newest not in ours and save is not None and newest > save.epoch
@@ -172,6 +172,12 @@ def _check_related(source: Catalog, target: Catalog, ours: set[int], save: SaveI
             f"{target.root} has gone on by itself (epoch {newest}): a run has saved there, or somebody has removed "
             f"steps there by hand. Step {save.step} would not count there. Nothing was changed: give another place"
         )
+
+
+def _is_by_hand(epoch: int, *catalogs: Catalog) -> bool:
+    """Whether in each of them somebody has removed saves under this number: that says nothing of whose they are."""
+    parents = [each.parent(epoch) for each in catalogs]
+    return all(parent is not None and parent.is_by_hand for parent in parents)
 
 
 def _read(store: Store, key: str) -> bytes | None:

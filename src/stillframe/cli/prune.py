@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
+from collections.abc import Collection
 from typing import Annotated
 
 import typer
@@ -17,7 +18,8 @@ from stillframe.checkpoint.tiers import policy_text
 from stillframe.cli import removed
 from stillframe.cli.arguments import Json, Root
 from stillframe.errors import ConfigError, StillframeError
-from stillframe.keeper.prune import remove_leftovers
+from stillframe.keeper.prune import half_carried, remove_leftovers
+from stillframe.model import SaveId
 from stillframe.retention import Keep, KeepBest, KeepEvery, KeepFor, KeepLast, decode_policy
 
 
@@ -49,6 +51,8 @@ def command(
     and so does one that is pinned, or that somebody reads. One that lacks files stays, and does not count. Those off
     the branch go once the branch has reached their step.
 
+    In a tier, --leftovers leaves what is half there and newer than all that is whole: it may be a part's only copy.
+
     Nothing goes from the run's tiers: each has a policy of its own, and a dry run also says what that would let go.
 
     A run that is active in the root is asked to do it; if it does not answer, nothing changes (exit code 7).
@@ -68,7 +72,7 @@ def command(
         requests.check_shared(catalog)
     if dry_run:
         done = Plan() if keep is None else plan(catalog, Wanted(keep=keep))
-        left = _leftovers(before) if leftovers else []
+        left = _leftovers(before, half_carried(catalog)) if leftovers else []
         spare_bytes = before.spare_bytes if leftovers else 0
         removed.report(before, done, left, spare_bytes, is_dry=True, json=json, tiers=_in_tiers(catalog))
         return
@@ -104,9 +108,10 @@ def _in_tiers(catalog: Catalog) -> list[removed.InTier]:
     return found
 
 
-def _leftovers(found: Survey) -> list[Step]:
+def _leftovers(found: Survey, stays: Collection[SaveId] = ()) -> list[Step]:
     """What was never committed, and what is left of removals that were interrupted."""
-    return [each for each in found.with_state("incomplete", "removed") if not each.is_tombstone]
+    left = found.with_state("incomplete", "removed")
+    return [each for each in left if not each.is_tombstone and each.save not in stays]
 
 
 def _policy(last: int | None, every: int | None, hours: float | None, best: list[str]) -> Keep | None:

@@ -12,7 +12,7 @@ from stillframe.format import limits
 from stillframe.format.envelope import Record, unwrap, wrap
 from stillframe.format.records import check_id, naming
 from stillframe.lineage import Branch, Row
-from stillframe.model import MAX_STEP, SaveId
+from stillframe.model import SaveId
 
 Reason = Literal["pruned", "removed", "left over", "quarantined"]
 
@@ -39,13 +39,14 @@ class Parent(Record, frozen=True):
     lineage: list[Row] = msgspec.field(default_factory=list)
     """The epochs before, the newest first, and how far each counts."""
     is_by_hand: bool = False
-    """Somebody has removed saves, and nothing was saved: all of the epoch before counts, also what comes later."""
+    """Somebody has removed saves, and nothing was saved: the branch is that of the epoch before, whose row comes first.
+    All of that one counts, also what comes later.  ``parent`` is its parent."""
+    is_carried: bool = False
+    """The epoch is another root's, and its saves are carried here, part by part."""
 
     @property
     def branch(self) -> Branch:
-        if not self.is_by_hand or self.parent is None:
-            return Branch(self.epoch, tuple(self.lineage), self.parent)
-        return Branch(self.epoch, (Row(self.parent.epoch, MAX_STEP), *self.lineage[1:]))
+        return Branch(self.epoch, tuple(self.lineage), self.parent)
 
 
 class Outcome(Record, frozen=True):
@@ -212,7 +213,8 @@ def decode_parent(data: bytes, *, file: str) -> Parent:
         if len(found.lineage) > limits.MAX_LINEAGE_ROWS:
             raise FormatError(f"{len(found.lineage)} epochs are more than the format allows")
         first = None if found.parent is None else Row(found.parent.epoch, found.parent.step)
-        if first != next(iter(found.lineage), None):
+        rows = found.lineage[1:] if found.is_by_hand else found.lineage
+        if first != next(iter(rows), None):
             raise FormatError("the lineage does not begin with the parent")
         known = [found.epoch, *(row.epoch for row in found.lineage)]
         if known[-1] < 1 or any(later <= earlier for later, earlier in itertools.pairwise(known)):

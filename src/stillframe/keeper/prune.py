@@ -9,10 +9,27 @@ from stillframe.checkpoint.requests import ask, check_free
 from stillframe.errors import BusyError
 from stillframe.format import names
 from stillframe.keeper.retention import Pruner
+from stillframe.model import SaveId
+
+
+def half_carried(catalog: Catalog) -> set[SaveId]:
+    """What is half there in a tier, and newer than all that is whole there: on its way, or the only copy of some parts.
+
+    (Roots that ranks do not share may be lost one by one: training then goes on from what the others and this tier
+    have together.)  Raises :class:`StorageError`; :class:`IntegrityError`.
+    """
+    view = catalog.look()
+    whole = max((save for save in view.saves if view.branch.has(save) and catalog.is_committed(save)), default=None)
+    found = {save for save in view.saves if view.branch.has(save) and (whole is None or save.step > whole.step)}
+    parents = {epoch: catalog.parent(epoch) for epoch in {save.epoch for save in found}}
+    carried = {epoch for epoch, parent in parents.items() if parent is not None and parent.is_carried}
+    return {save for save in found if save.epoch in carried and catalog.aside(save) is None}
 
 
 def remove_leftovers(catalog: Catalog) -> None:
     """In the name of an epoch of its own.  Tombstones of what was never committed stay for a day.
+
+    In a tier, what is half carried stays.
 
     Raises: :class:`BusyError` if a run lives in the root: it removes them itself; :class:`StorageError`.
     """
@@ -23,7 +40,7 @@ def remove_leftovers(catalog: Catalog) -> None:
         raise BusyError(f"a run is at work in {catalog.root}: it removes what earlier runs have left by itself")
     epoch = epochs.begin_by_hand(catalog)
     for part in [catalog] if is_shared else [Catalog(catalog.store, rank) for rank in _ranks(catalog)]:
-        Pruner(part, None, part.rank or 0, True, lambda: epoch).prune()
+        Pruner(part, None, part.rank or 0, True, lambda: epoch, lambda: half_carried(catalog)).prune()
     spares = [name for name in catalog.store.list() if names.parse_spare(name) is not None]
     catalog.store.delete(spares)
 

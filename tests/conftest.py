@@ -17,8 +17,8 @@ import pytest
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-_MARK = f"STILLFRAME_TESTS={secrets.token_hex(8)}"
-os.environ.update([_MARK.split("=")])  # whatever these tests start inherits it
+_MARK = secrets.token_hex(8)
+os.environ["STILLFRAME_TESTS"] = _MARK  # whatever these tests start inherits it
 _LEAVE_S = 90.0
 """A keeper that a test has left with a server that is down repeats a request for 30 s, twice."""
 
@@ -40,6 +40,6 @@ def _keepers() -> list[str]:
             told, command = (process / "environ").read_bytes(), (process / "cmdline").read_bytes()
         except OSError:  # it has ended, or is somebody else's
             continue
-        if _MARK.encode() in told.split(b"\0") and b"stillframe-keeper" in command.split(b"\0"):
+        if f"STILLFRAME_TESTS={_MARK}".encode() in told.split(b"\0") and b"stillframe-keeper" in command.split(b"\0"):
             found.append(f"{process.name}: {command.rpartition(bytes(1))[0].decode(errors='replace')[-200:]}")
     return found

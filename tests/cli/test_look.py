@@ -44,6 +44,29 @@ def test_list_says_the_same_in_json(single: Path) -> None:
         assert abs(each["saved_unix_s"] - time.time()) < 3600
 
 
+def test_list_shows_the_newest_few_and_values_of_the_state(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path) as checkpointer:
+        for step in (1, 2, 3):
+            checkpointer.save(step, {"w": torch.zeros(2), "metrics": {"loss": 1 / step, "note": "x" * 100}}).wait()
+    lines = stillframe("list", tmp_path, "--last", "2", "--value", "metrics/loss").splitlines()
+    assert lines[0].split()[-1] == "metrics/loss"
+    assert [line.split()[-1] for line in lines[1:]] == ["0.5", "0.3333333333333333"]
+    found = answer("list", tmp_path, "--last", "1", "--value", "metrics/loss", "--value", "metrics/note")
+    assert [each["values"] for each in found["steps"]] == [{"metrics/loss": 1 / 3, "metrics/note": "x" * 100}]
+    assert "no step that is listed has such a value" in stillframe("list", tmp_path, "--value", "w", code=2)
+    stillframe("list", tmp_path, "--last", "0", code=2)
+
+
+def test_a_step_is_named_by_number_or_from_the_end(single: Path) -> None:
+    for name, step in {"20": 20, "latest": 30, "-1": 30, "-2": 20, "-3": 10, "latest~1": 20}.items():
+        assert answer("show", single, name)["step"] == step
+        assert answer("verify", single, name)["steps"][0]["step"] == step
+    assert stillframe("diff", single, "-2", "latest", code=1).startswith("step 20 → step 30")
+    assert "it has 3 checkpoints" in stillframe("show", single, "-4", code=3)
+    for name in ("newest", "latest~", "latest~-1", "1.5", "-0"):
+        stillframe("show", single, name, code=2)
+
+
 def test_list_imports_no_torch_and_no_other_command(single: Path) -> None:
     code = "import sys; sys.argv[1:] = ['list', sys.argv[1]]\nfrom stillframe.cli import main\n"
     unwanted = {"torch", "numpy", "rich.console", "stillframe.cli.show", "stillframe.checkpoint.stored"}

@@ -19,6 +19,7 @@ import typer
 
 from stillframe import errors
 from stillframe.cli import exit_codes, output
+from stillframe.cli.steps import readable
 
 COMMANDS = (
     "list", "show", "verify", "diff", "copy", "export", "import", "prune", "remove", "pin", "unpin", "doctor", "watch",
@@ -75,7 +76,7 @@ def main() -> None:
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     is_one = len(sys.argv) > 1 and sys.argv[1] in COMMANDS and "_STILLFRAME_COMPLETE" not in os.environ
     try:
-        make_app(sys.argv[1:2] if is_one else COMMANDS)(prog_name="stillframe")
+        make_app(sys.argv[1:2] if is_one else COMMANDS)(readable(sys.argv[1:]), prog_name="stillframe")
     except errors.StillframeError as error:
         _exit(str(error), exit_codes.exit_code(error))
     except OSError as error:

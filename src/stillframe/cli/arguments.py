@@ -11,7 +11,19 @@ Root = Annotated[str, typer.Argument(help="The directory or URL given to Checkpo
 OptionalRoot = Annotated[
     str | None, typer.Argument(metavar="ROOT", help="The directory or URL given to Checkpointer().", show_default=False)
 ]
-Step = Annotated[int | None, typer.Argument(help="A step. Default: the newest checkpoint.", show_default=False)]
+Step = Annotated[
+    str | None,
+    typer.Argument(
+        help="A step: its number, latest, or -2 for the newest but one. Default: the newest checkpoint.",
+        metavar="[STEP]", show_default=False,
+    ),
+]  # fmt: skip
+OneStep = Annotated[
+    str,
+    typer.Argument(
+        help="A step: its number, latest, or -2 for the newest but one.", metavar="STEP", show_default=False
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
 Rank = Annotated[
     int | None,

@@ -15,6 +15,7 @@ from stillframe.checkpoint.catalog import Catalog
 from stillframe.cli import output
 from stillframe.cli.arguments import Json
 from stillframe.cli.exit_codes import TO_DO
+from stillframe.cli.steps import steps_of
 from stillframe.errors import BusyError, ConfigError, ExistsError, IntegrityError, NotFoundError, StillframeError
 from stillframe.model import SaveId, check_step
 from stillframe.store import files, is_url, root_address
@@ -42,8 +43,12 @@ def command(
         typer.Argument(help="The root to copy to; created if it does not exist.", metavar="TO", show_default=False),
     ],
     steps: Annotated[
-        list[int] | None,
-        typer.Argument(help="Steps. Default: the newest checkpoint.", metavar="STEP...", show_default=False),
+        list[str] | None,
+        typer.Argument(
+            help="Steps: numbers, latest, or -2 for the newest but one. Default: the newest checkpoint.",
+            metavar="[STEP]...",
+            show_default=False,
+        ),
     ] = None,
     every: Annotated[bool, typer.Option("--all", help="Copy every checkpoint of the branch, oldest first.")] = False,
     limit: Annotated[
@@ -69,7 +74,7 @@ def command(
     pace = promote.Pace(_rate(limit))
     catalog = survey.open_root(source)
     target = Catalog(_check_target(catalog.root, to))
-    saves = _chosen(catalog, steps or [], every)
+    saves = _chosen(catalog, steps_of(source, steps or []), every)
     began = time.monotonic()
     done: list[Copied] = []
     errors: list[StillframeError] = []

@@ -17,6 +17,7 @@ from stillframe.checkpoint.contents import Entry
 from stillframe.cli import output
 from stillframe.cli.arguments import Json
 from stillframe.cli.exit_codes import DIFFERENT
+from stillframe.cli.steps import is_step, step_of
 from stillframe.cli.stored import merged, tensors
 from stillframe.errors import ConfigError
 from stillframe.store import files
@@ -51,9 +52,9 @@ class _Row:
 def command(
     root: Annotated[str, typer.Argument(help="A root.", show_default=False)],
     left: Annotated[str, typer.Argument(help="A step of the root; or a second root.", show_default=False)],
-    right: Annotated[int | None, typer.Argument(help="Another step of the root.", show_default=False)] = None,
+    right: Annotated[str | None, typer.Argument(help="Another step of the root.", show_default=False)] = None,
     step: Annotated[
-        int | None, typer.Option(help="With two roots: compare this step. Default: the newest of each.")
+        str | None, typer.Option(help="With two roots: compare this step. Default: the newest of each.")
     ] = None,
     only: Annotated[Only | None, typer.Option(help="List only these entries.")] = None,
     json: Json = False,
@@ -67,7 +68,7 @@ def command(
     """
     if right is not None and step is not None:
         raise ConfigError(f"--step {step} is for two roots; two steps of one root were given")
-    with _open(root, _step(left) if right is not None else step) as one:
+    with _open(root, left if right is not None else step) as one:
         with _open(root if right is not None else left, right if right is not None else step) as other:
             rows = measured(one, other)
         names = [f"step {one.step}", f"step {other.step}"]
@@ -86,17 +87,12 @@ def command(
         sys.exit(DIFFERENT)
 
 
-def _step(text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise ConfigError(f"{text!r} is no step; give ROOT STEP STEP, or ROOT_A ROOT_B") from None
-
-
-def _open(root: str, step: int | None) -> Checkpoint:
-    if str(root).isdecimal() and files.kind_of(root) == "nothing":
+def _open(root: str, step: str | None) -> Checkpoint:
+    if is_step(root) and files.kind_of(root) == "nothing":
         raise ConfigError(f"give a second step to compare step {root} with")
-    return survey.open_checkpoint(root, step)
+    if step is not None and not is_step(step):
+        raise ConfigError(f"{step!r} is no step; give ROOT STEP STEP, or ROOT_A ROOT_B")
+    return survey.open_checkpoint(root, step_of(root, step))
 
 
 def measured(one: Checkpoint, other: Checkpoint) -> list[_Row]:

@@ -12,6 +12,7 @@ import typer
 from stillframe.checkpoint import survey
 from stillframe.cli import output
 from stillframe.cli.arguments import Json, Rank, Root
+from stillframe.cli.steps import is_step
 from stillframe.cli.stored import open_stored
 from stillframe.convert import choose
 from stillframe.errors import ConfigError, ExistsError
@@ -105,9 +106,9 @@ def _check_absent(to: Path) -> None:
         raise ExistsError(f"{to} exists already and is not changed; choose another name or remove it")
 
 
-def _step_and_to(given: list[str]) -> tuple[int | None, Path]:
-    if len(given) == 1 and not given[0].isdecimal():
+def _step_and_to(given: list[str]) -> tuple[str | None, Path]:
+    if len(given) == 1 and not is_step(given[0]):
         return None, Path(given[0])
-    if len(given) == 2 and given[0].isdecimal():
-        return int(given[0]), Path(given[1])
+    if len(given) == 2 and is_step(given[0]):
+        return given[0], Path(given[1])
     raise ConfigError(f"give ROOT [STEP] TO; {' '.join(given)!r} is not [STEP] TO")

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import contextlib
+from collections.abc import Mapping
+from typing import Annotated, TypeAlias
 
 import msgspec
 import typer
 
+from stillframe.checkpoint.catalog import Catalog
 from stillframe.checkpoint.survey import Step, Survey, survey
 from stillframe.checkpoint.tiers import TierView, do_not_count, look_at_tiers
 from stillframe.cli import output, tiers
 from stillframe.cli.arguments import Json, Root
-from stillframe.errors import VersionError
+from stillframe.errors import ConfigError, IntegrityError, NotFoundError, VersionError
+from stillframe.model import SaveId
 from stillframe.units import format_bytes, format_count, format_ranks, format_time
+
+_MAX_VALUE = 24
+_Values: TypeAlias = Mapping[str, Mapping[SaveId, object]]
+"""For each path the values there, by save."""
 
 
 def command(
@@ -20,6 +28,11 @@ def command(
     every: Annotated[
         bool, typer.Option("--all", help="Also what is not on the branch, set aside, or was never committed.")
     ] = False,
+    last: Annotated[int | None, typer.Option(min=1, help="Only the newest so many.", show_default=False)] = None,
+    value: Annotated[
+        list[str] | None,
+        typer.Option(help="Also this value of the state, such as metrics/loss. May be repeated.", metavar="PATH"),
+    ] = None,
     json: Json = False,
 ) -> None:
     """List the checkpoints in a root.
@@ -35,47 +48,72 @@ def command(
     With --all, also: abandoned (training went back, and took another way), superseded (the branch has another save of
     the step), quarantined, removed (a tombstone is left), incomplete (never committed).
 
-    Example: stillframe list runs/gpt
+    Examples: stillframe list runs/gpt; stillframe list runs/gpt --last 5 --value metrics/loss
     """
     found = survey(root)
     views = look_at_tiers(found)
     here = found.saves if every else found.steps
     elsewhere = tiers.elsewhere(views, {each.save for each in here}, found.branch, every)
-    shown = sorted((*here, *elsewhere), key=lambda each: each.save)
+    shown = sorted((*here, *elsewhere), key=lambda each: each.save)[-last if last else 0 :]
     hidden = len(found.saves) - len(here)
+    values = {path: _values_at(found.root, shown, path) for path in value or ()}
     if json:
         output.print_json(
             {
-                "root": found.root, "latest": found.latest, "steps": [_json(each, views) for each in shown],
+                "root": found.root, "latest": found.latest, "steps": [_json(each, views, values) for each in shown],
                 "hidden": hidden, "tiers": [tiers.tier_json(view) for view in views],
                 "writers": [{"rank": rank, **msgspec.structs.asdict(each)} for rank, each in found.owners.items()],
             }
         )  # fmt: skip
     else:
-        _print(found, shown, views, hidden, every)
+        _print(found, shown, views, values, hidden, every)
     if newer := found.with_state("newer format"):
         raise VersionError(newer[-1].reason)
 
 
-def _json(each: Step, views: list[TierView]) -> dict[str, object]:
+def _values_at(root: str, shown: list[Step], path: str) -> dict[SaveId, object]:
+    """Of each step that can be read here and has it.  Raises :class:`ConfigError` if none has."""
+    from stillframe.checkpoint.contents import entries
+    from stillframe.cli.stored import merged
+
+    found: dict[SaveId, object] = {}
+    catalog = Catalog(root)
+    for each in shown:
+        if each.state in ("committed", "abandoned", "superseded"):
+            with contextlib.suppress(NotFoundError, IntegrityError), catalog.open_save(each.save) as checkpoint:
+                for entry in entries(merged(checkpoint)):
+                    if entry.name == path and entry.kind == "value":
+                        found[each.save] = entry.value
+    if shown and not found:
+        raise ConfigError(f"--value {path}: no step that is listed has such a value; `stillframe show` names them")
+    return found
+
+
+def _json(each: Step, views: list[TierView], values: _Values) -> dict[str, object]:
     return {
         "step": each.step, "save": each.save, "state": each.state, "is_on_branch": each.is_on_branch,
         "is_pinned": each.is_pinned, "bytes": each.bytes, "ranks": each.here, "reason": each.reason or None,
-        **output.manifest_json(each.manifest), "tiers": {view.root: tiers.held_json(view, each.save) for view in views},
+        **output.manifest_json(each.manifest),
+        **({"values": {path: found.get(each.save) for path, found in values.items()}} if values else {}),
+        "tiers": {view.root: tiers.held_json(view, each.save) for view in views},
     }  # fmt: skip
 
 
-def _print(found: Survey, shown: list[Step], views: list[TierView], hidden: int, every: bool) -> None:
+def _print(found: Survey, shown: list[Step], views: list[TierView], values: _Values, hidden: int, every: bool) -> None:
     if not found.with_state("committed", "damaged", "in progress", "newer format", "unreadable"):
         output.say(f"{found.root} has no checkpoint yet")
     columns = ["step", "epoch", "state", "when", "size", "ranks", "metadata"]
     heads = tiers.headings(views, columns)
     rows = [
-        [*_row(each, each.state == "committed" and each.step == found.latest, every), *tiers.cells(views, each.save)]
+        [
+            *_row(each, each.state == "committed" and each.step == found.latest, every),
+            *(_text(of, each.save) for of in values.values()),
+            *tiers.cells(views, each.save),
+        ]
         for each in shown
     ]
     output.table(
-        [*columns, *heads], rows, right=["step", "epoch", "size", "ranks"],
+        [*columns, *values, *heads], rows, right=["step", "epoch", "size", "ranks"],
         optional=["metadata", "ranks", "epoch", "when"],
     )  # fmt: skip
     for each in shown:
@@ -90,6 +128,12 @@ def _print(found: Survey, shown: list[Step], views: list[TierView], hidden: int,
         output.say(f"{head}: {tiers.about(view)}")
         if view.left:
             output.say(do_not_count(view.left, found.root, view.root))
+
+
+def _text(values: Mapping[SaveId, object], save: SaveId) -> str:
+    from stillframe.checkpoint.contents import text_of
+
+    return text_of(values[save], _MAX_VALUE) if save in values else ""
 
 
 def _row(each: Step, is_newest: bool, every: bool) -> list[str]:

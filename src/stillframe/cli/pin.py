@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
-import typer
-
 from stillframe.checkpoint import requests
 from stillframe.checkpoint.survey import open_root
 from stillframe.cli import output
-from stillframe.cli.arguments import Root
+from stillframe.cli.arguments import OneStep, Root
+from stillframe.cli.steps import steps_of
 
 
-def command(root: Root, step: Annotated[int, typer.Argument(help="A step.", show_default=False)]) -> None:
+def command(root: Root, step: OneStep) -> None:
     """Keep a checkpoint, whatever the policy.
 
     Neither retention nor `prune` nor `remove` touches a pinned checkpoint. `list` shows which are pinned.
@@ -20,5 +17,5 @@ def command(root: Root, step: Annotated[int, typer.Argument(help="A step.", show
     Example: stillframe pin runs/gpt 1000
     """
     catalog = open_root(root)
-    save = requests.pin(catalog, step)
+    save = requests.pin(catalog, *steps_of(root, [step]))
     output.say(f"step {save.step} is pinned; `stillframe unpin` undoes it")

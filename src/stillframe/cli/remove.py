@@ -11,12 +11,18 @@ from stillframe.checkpoint.catalog import Catalog
 from stillframe.checkpoint.survey import survey
 from stillframe.cli import removed
 from stillframe.cli.arguments import Json, Root
+from stillframe.cli.steps import steps_of
 from stillframe.errors import BusyError
 
 
 def command(
     root: Root,
-    steps: Annotated[list[int], typer.Argument(help="Steps.", metavar="STEP...", show_default=False)],
+    steps: Annotated[
+        list[str],
+        typer.Argument(
+            help="Steps: numbers, latest, or -2 for the newest but one.", metavar="STEP...", show_default=False
+        ),
+    ],
     force: Annotated[bool, typer.Option("--force", help="Remove even the newest checkpoint.")] = False,
     json: Json = False,
 ) -> None:
@@ -29,7 +35,7 @@ def command(
     Example: stillframe remove runs/gpt 1000 2000
     """
     before = survey(root)
-    done = requests.remove(Catalog(before.root), steps, force=force)
+    done = requests.remove(Catalog(before.root), steps_of(root, steps), force=force)
     if done.error is not None and not done.gone:
         raise done.error
     removed.report(before, done, [], 0, is_dry=False, json=json)

@@ -10,12 +10,13 @@ from stillframe.checkpoint import survey
 from stillframe.checkpoint.catalog import Checkpoint
 from stillframe.checkpoint.contents import Entry
 from stillframe.checkpoint.stored import Stored
+from stillframe.cli.steps import step_of
 
 
 @contextlib.contextmanager
-def open_stored(root: str, step: int | None, rank: int | None) -> Iterator[Stored]:
+def open_stored(root: str, step: str | None, rank: int | None) -> Iterator[Stored]:
     """Open a step (the newest if ``None``); per-rank values are those of ``rank`` (the first if ``None``)."""
-    with survey.open_checkpoint(root, step, rank) as checkpoint:
+    with survey.open_checkpoint(root, step_of(root, step), rank) as checkpoint:
         yield merged(checkpoint, rank)
 
 

@@ -16,6 +16,7 @@ from stillframe.checkpoint.verify import Verdict, verify_save
 from stillframe.cli import output
 from stillframe.cli.arguments import Json, Root, Step
 from stillframe.cli.exit_codes import DAMAGED
+from stillframe.cli.steps import step_of
 from stillframe.errors import ConfigError, IntegrityError, NotFoundError, VersionError
 from stillframe.model import SaveId, check_step
 from stillframe.units import format_bytes, format_seconds
@@ -43,7 +44,7 @@ def command(
     branch = {each.save for each in found.steps} if found is not None else set()
     began = time.monotonic()
     verdicts = []
-    for save in _saves(catalog, step) if found is None else all_of(found):
+    for save in _saves(catalog, step_of(root, step)) if found is None else all_of(found):
         with contextlib.suppress(NotFoundError):  # a run has removed it in the meantime
             verdicts.append(read_all(catalog, save))
             if not json:

@@ -1,0 +1,50 @@
+"""How a step is named on the command line: its number, ``latest``, or -2 for the newest but one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from stillframe.checkpoint.survey import open_root
+from stillframe.errors import ConfigError, NotFoundError
+from stillframe.units import format_count
+
+_LATEST = "latest"
+_BACK = re.compile(r"latest~(\d{1,9})")
+
+
+def readable(arguments: Sequence[str]) -> list[str]:
+    """``-2`` would be taken for an option: it becomes ``latest~1``."""
+    return [f"{_LATEST}~{int(each[1:]) - 1}" if re.fullmatch(r"-[1-9]\d{0,8}", each) else each for each in arguments]
+
+
+def is_step(text: str) -> bool:
+    return text.isdecimal() or text == _LATEST or _BACK.fullmatch(text) is not None
+
+
+def step_of(root: str, text: str | None) -> int | None:
+    """Of checkpoints of the branch; ``None`` stands for the newest.  Raises :class:`ConfigError`, `NotFoundError`."""
+    if text is None or text == _LATEST:
+        return None
+    if text.isdecimal():
+        return int(text)
+    back = _BACK.fullmatch(text)
+    if back is None:
+        raise ConfigError(f"{text!r} is no step: give its number, or latest, or -2 for the newest but one")
+    catalog, number = open_root(root), int(back[1])
+    steps = [save.step for save in catalog.committed()]
+    if number >= len(steps):
+        count = format_count(len(steps), "checkpoint")
+        raise NotFoundError(f"there is no step -{number + 1} in {catalog.root}: it has {count}")
+    return steps[number]
+
+
+def steps_of(root: str, texts: Sequence[str]) -> list[int]:
+    """Raises also :class:`NotFoundError` if there is no newest."""
+    found = []
+    for text in texts:
+        step = step_of(root, text)
+        if step is None and (step := open_root(root).latest()) is None:
+            raise NotFoundError(f"there is no checkpoint in {root}")
+        found.append(step)
+    return found

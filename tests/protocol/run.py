@@ -286,6 +286,8 @@ class Run:
             if chosen is None:
                 if sources.trouble:
                     raise StorageError(sources.trouble)
+                if step is not None:
+                    raise NotFoundError(f"step {step} is gone")
                 return None
             sources.hold(chosen, self._claim_in)
             try:

@@ -30,7 +30,7 @@ _LEAST_BYTES = 256 << 10
 MAX_RUNS = 20
 """Whose events are kept."""
 _MAX_WAITING = 10_000
-_CLOSE_S = 2.0
+_CLOSE_S = 5.0
 
 
 class Journal:

@@ -18,7 +18,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from stillframe.errors import BusyError, ConfigError, DeadlineError, StillframeError
+from stillframe.errors import BusyError, ConfigError, DeadlineError, KeeperError, StillframeError
 from stillframe.latch import LOOK_S, Bell, check_may_wait
 from stillframe.model import PHASES, Phase, Stats, TierPhase
 from stillframe.save.callbacks import Callbacks
@@ -267,14 +267,13 @@ class Saves:
         with self._lock:
             if save in self._untold:
                 self._untold.remove(save)
-        if save.error is not None:
-            raise save.error
-        if save.phase == "skipped":
+        found = save.phase  # once: it may go on
+        if found == "failed":
+            raise save.error or KeeperError(f"step {save.step} failed")
+        if found == "skipped":
             raise BusyError(f"step {save.step} was skipped: an earlier save still filled the arena (when_busy='skip')")
-        if not _is_settled(save, wanted):
-            raise DeadlineError(
-                f"step {save.step} is {save.phase}{_for_whom(save)}, not {phase}, after {timeout_s:g} s"
-            )
+        if PHASES.index(found) < wanted:
+            raise DeadlineError(f"step {save.step} is {found}{_for_whom(save)}, not {phase}, after {timeout_s:g} s")
         if tier is not None:
             assert self.tiers is not None
             self.tiers.wait_for(save, tier, _left(timeout_s, began))
@@ -286,8 +285,9 @@ class Saves:
         waited_for = self.in_flight
         if not self.wait_until(lambda: all(_is_settled(save, wanted) for save in waited_for), timeout_s):
             late = [save for save in waited_for if not _is_settled(save, wanted)]
-            listed = ", ".join(f"{save.step} ({save.phase}{_for_whom(save)})" for save in late)
-            raise DeadlineError(f"after {timeout_s:g} s these steps are not {phase}: {listed}")
+            if late:  # else the last came in this moment
+                listed = ", ".join(f"{save.step} ({save.phase}{_for_whom(save)})" for save in late)
+                raise DeadlineError(f"after {timeout_s:g} s these steps are not {phase}: {listed}")
         if tier is not None:
             assert self.tiers is not None
             self.tiers.wait_idle(tier, _left(timeout_s, began))
@@ -346,4 +346,5 @@ def _for_whom(save: Save) -> str:
 
 
 def _is_settled(save: Save, wanted: int) -> bool:
-    return save.phase in ("failed", "skipped") or PHASES.index(save.phase) >= wanted
+    found = save.phase  # once: it may fail in between
+    return found in ("failed", "skipped") or PHASES.index(found) >= wanted

@@ -4,6 +4,7 @@ tickets      Ticket, Run, join, issue, save, withdraw, settle: below
 updates      UpdateGate holds them back for a save that another thread has yet to request
 boxes        TensorBox, BoxReader, ELSEWHERE: parts of tensors and of lists, for callers that divide a state themselves
 other names  Label, read_alias, show_labels, save_of: a directory that stands for a save
+             hide: parts of a state that a segment, opened by others, should not show
 removal      remove: single steps, beside the run that saves there
 state dicts  LiveState: one that stands still until the next update; versions_of: to tell if it did not;
              mapped, tensors_in, is_tensor: what is in one
@@ -64,6 +65,7 @@ __all__ = [
     "UpdateGate",
     "Versions",
     "has_saves",
+    "hide",
     "is_tensor",
     "is_wrapper",
     "issue",
@@ -149,6 +151,15 @@ def save(
     """
     checkpointer._lifetime.check_open("save")
     return checkpointer._saver.save(to if isinstance(to, Ticket) else check_step(to), state, metadata, label, since)
+
+
+def hide(checkpointer: Checkpointer, path: str) -> None:
+    """Before the first save: whoever opens a segment as a safetensors file finds the tensors under this path as bytes.
+
+    For labels with a ``segment``: whoever looks for weights there need not be shown every tensor of an optimizer.
+    Reading with stillframe is the same.
+    """
+    checkpointer._planner.hidden = path
 
 
 def withdraw(checkpointer: Checkpointer, ticket: Ticket, error: BaseException) -> None:

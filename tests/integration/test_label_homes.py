@@ -10,11 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import stillframe
 from stillframe import Catalog, Checkpointer, ConfigError, KeepLast, spi
 from stillframe.format import names
 from stillframe.spi import Label
 from tests import layout
-from tests.support import kill, start_child, until
+from tests.support import assert_same, kill, start_child, until
 
 WEIGHTS = torch.arange(12.0).reshape(3, 4)
 FILES = (("config.json", b'{"a": 1}'), ("big.bin", bytes(range(256)) * 2000))
@@ -47,6 +48,22 @@ def test_it_has_the_files_as_they_are_and_the_segment_without_a_copy(tmp_path: P
     assert Catalog(root).steps() == [5, 6]
     assert entries(tmp_path / "out") == ["_root", "checkpoint-6"]
     assert not layout.unfinished_files(root)
+
+
+def test_what_is_hidden_is_bytes_in_the_file_and_the_same_to_us(tmp_path: Path) -> None:
+    more = {"a": torch.ones(3), "b": [torch.arange(4), torch.ones(2, dtype=torch.float16)]}
+    state = {"w": WEIGHTS, "more": more, "x": torch.zeros(2), "moreover": torch.ones(1)}
+    with Checkpointer(tmp_path / "root") as checkpointer:
+        spi.hide(checkpointer, "more")
+        spi.save(checkpointer, state, 1, label=label("checkpoint-1")).wait()
+    found = load_file(tmp_path / "checkpoint-1" / "model.safetensors")
+    assert {*found} == {"w", "x", "moreover", "more", "more~2", "more~3"}
+    assert torch.equal(found["w"], WEIGHTS)
+    assert {found[name].dtype for name in ("more", "more~2", "more~3")} == {torch.uint8}
+    assert_same(stillframe.load(tmp_path / "root"), state)
+    into = {"w": torch.zeros(3, 4), "more": {"a": torch.zeros(3)}}
+    stillframe.restore(tmp_path / "root", into, only=["w", "more/a"])
+    assert_same(into, {"w": WEIGHTS, "more": {"a": torch.ones(3)}})
 
 
 @pytest.mark.parametrize("home", ["", "..", "../checkpoints"])

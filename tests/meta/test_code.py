@@ -158,7 +158,9 @@ def foreign_names(source: str) -> list[str]:
         elif isinstance(node, ast.Attribute):
             owner = ast.unparse(node.value)
             is_private = (
-                node.attr.startswith("_") and not node.attr.startswith("__") and owner not in ("self", "_thread")
+                node.attr.startswith("_")
+                and not node.attr.startswith("__")
+                and owner not in ("self", "super()", "_thread")
             )
             if is_private or (owner in public and node.attr not in public[owner]):
                 found.append(ast.unparse(node))

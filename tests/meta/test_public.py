@@ -132,6 +132,7 @@ def test_the_public_names_are_what_we_think() -> None:
         "UpdateGate",
         "Versions",
         "has_saves",
+        "hide",
         "is_tensor",
         "is_wrapper",
         "issue",

@@ -87,6 +87,24 @@ def encode_header(shards: Sequence[Shard], about: dict[str, str]) -> bytes:
     return struct.pack("<Q", size - 8) + text.ljust(size - 8)
 
 
+def hide(shards: Sequence[Shard], path: str) -> list[Shard]:
+    """The same for a header, where all that lies under this path of the state, end to end, is one tensor of bytes."""
+    found: list[Shard] = []
+    count = 0
+    is_within = False
+    for shard in shards:
+        was_within, is_within = is_within, shard.name.startswith(f"{path}/")
+        if not is_within:
+            found.append(shard)
+            continue
+        if not was_within:
+            count += 1
+        start = found.pop().start if was_within else shard.start
+        name = path if count == 1 else f"{path}~{count}"  # no path of a state reads like this
+        found.append(Shard(name, "U8", (shard.end - start,), start, shard.end))
+    return found
+
+
 def file_shape(dtype: str, shape: Sequence[int]) -> tuple[int, ...]:
     """The shape that safetensors writes."""
     if dtype != "F4":

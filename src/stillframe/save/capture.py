@@ -74,6 +74,8 @@ class Planner:
         self._is_shared = is_shared
         self._devices = DeviceTable()
         self._plan: Plan | None = None
+        self.hidden = ""
+        """A path of the state whose tensors the header of the segment does not name."""
 
     def request(self, state: Any, metadata: dict[str, Any], updates: int | None) -> Request:
         """Raises :class:`UnsupportedStateError`, naming what cannot be stored."""
@@ -81,7 +83,7 @@ class Planner:
         plan = self._plan
         if plan is None or not plan.fits(walk):
             moved = frozenset[int]() if plan is None else plan.moved(walk)
-            plan = self._plan = make_plan(walk, self._devices, self._seat, moved)
+            plan = self._plan = make_plan(walk, self._devices, self._seat, moved, self.hidden)
         draft = SealDraft(
             rank=self._group.rank,
             world_size=self._group.world_size,

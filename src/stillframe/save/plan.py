@@ -22,7 +22,7 @@ import msgspec
 
 from stillframe.format.digest import digest_of
 from stillframe.format.records import Team, encode_shards, encode_tree
-from stillframe.format.segment import BoxOf, Shard, encode_header
+from stillframe.format.segment import BoxOf, Shard, encode_header, hide
 from stillframe.format.tree import RankBox, ShardedNode, TensorNode
 from stillframe.save.copies import Capture, Chunk, Target, captures_of, chunks_of
 from stillframe.save.device import Device, DeviceTable, Gathered
@@ -122,8 +122,10 @@ def _without_garbage_collection() -> Iterator[None]:
 
 
 @_without_garbage_collection()
-def make_plan(walk: Walk, devices: DeviceTable, seat: Seat = ALONE, moved: frozenset[int] = frozenset()) -> Plan:
-    """``moved``: tensors to be captured as if they were volatile.
+def make_plan(
+    walk: Walk, devices: DeviceTable, seat: Seat = ALONE, moved: frozenset[int] = frozenset(), hidden: str = ""
+) -> Plan:
+    """``moved``: tensors to be captured as if they were volatile.  ``hidden``: what the header does not name.
 
     Raises :class:`UnsupportedStateError`, naming the tensor that cannot be stored.
     """
@@ -147,7 +149,7 @@ def make_plan(walk: Walk, devices: DeviceTable, seat: Seat = ALONE, moved: froze
             division.leaves[index] = TensorNode(target.number, view)
     shards = _shards(order)
     captures, captured_at = captures_of(order, walk.tensors)
-    header = encode_header(shards, {"stillframe": "1"})
+    header = encode_header(hide(shards, hidden) if hidden else shards, {"stillframe": "1"})
     tree = encode_tree(outline.tree(division.leaves, parts_of(walk, outline.names)))
     return Plan(
         layout=digest_of([header, bytes(tree)]),

@@ -2,10 +2,11 @@
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
+LOOPS  ?= .venv-loops
 # bf16 matmuls can die with SIGILL on virtual machines that show AMX but forbid it.
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE
 
-.PHONY: help demo demo-ranks demo-tiers docs test test-device test-servers lint torture bench bench-full clean s3-server azure-server
+.PHONY: help demo demo-ranks demo-tiers docs test test-device test-loops test-servers lint torture bench bench-full clean s3-server azure-server
 
 help:
 	@echo "make demo        train a small GPT, kill it, resume it, compare bit for bit (under 3 minutes)"
@@ -13,6 +14,7 @@ help:
 	@echo "make demo-tiers  two nodes, a shared directory, an object store: killed, a node lost, then all but the store (under 2 minutes)"
 	@echo "make test        lint, types and all tests"
 	@echo "make test-device   of these the order of copies on an accelerator made of threads; needs a C++ compiler, no accelerator"
+	@echo "make test-loops    Hugging Face Trainer, TRL and PEFT, killed and resumed; in an environment of its own"
 	@echo "make test-servers  installs real servers: of S3 (Debian, root), of Azure's blobs (npm); without them their tests are skipped"
 	@echo "make bench       what it costs, beside every peer that runs here: the short form, ten minutes"
 	@echo "make bench-full  the whole evaluation, every question, every size"
@@ -43,6 +45,16 @@ test: lint
 
 test-device: $(VENV)/.installed
 	$(BIN)/python -m pytest tests/device -n 2 --dist worksteal
+
+# The frameworks, in an environment of their own: what they pull in need not agree with the rest.
+$(LOOPS)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(LOOPS)
+	$(LOOPS)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(LOOPS)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[loops]'
+	touch $@
+
+test-loops: $(LOOPS)/.installed
+	$(LOOPS)/bin/python -m pytest tests/loops -n 2 --dist worksteal
 
 test-servers: azure-server s3-server
 
@@ -79,4 +91,4 @@ bench-full: $(VENV)/.peers
 	$(BIN)/python -m benchmarks
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis runs
+	rm -rf $(VENV) $(LOOPS) .pytest_cache .mypy_cache .ruff_cache .hypothesis runs

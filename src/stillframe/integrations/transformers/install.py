@@ -1,0 +1,74 @@
+"""Puts :class:`.trainer.StillframeTrainer` between a trainer's own class and ``transformers.Trainer``."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import accelerate
+import transformers
+from transformers.trainer_utils import HubStrategy
+
+from stillframe.errors import ConfigError
+from stillframe.integrations.transformers.trainer import StillframeTrainer
+
+TESTED = {"transformers": "5.22", "accelerate": "1.15", "trl": "1.16", "peft": "0.21"}
+"""The versions that are tested: what is overridden there has no promise to stay."""
+
+
+def install(trainer: transformers.Trainer, **options: Any) -> None:
+    """Have this trainer save and resume with stillframe.  May be called again: then with other options.
+
+    ``options``: of :class:`stillframe.Checkpointer`, such as ``arena`` and ``tiers``.  A save that fails is logged and
+    training goes on, unless ``on_error`` says otherwise.  The class of the trainer becomes a subclass of its own, whose
+    overrides, and those of TRL, stay in force.
+
+    Raises: :class:`ConfigError` for versions that were not tested, and for arguments that cannot work.
+    """
+    kind = type(trainer)
+    if not isinstance(trainer, transformers.Trainer):
+        raise ConfigError(f"install({kind.__name__}): give a transformers.Trainer, or a trainer of TRL")
+    foreign = {"root", "keep", "rank", "world_size", "shared", "storage_options"} & options.keys()
+    if foreign:
+        raise ConfigError(f"install({', '.join(sorted(foreign))}=…): the trainer's own arguments say that")
+    check_versions(kind)
+    check_arguments(trainer)
+    if not issubclass(kind, StillframeTrainer):
+        bases = (StillframeTrainer,) if kind is transformers.Trainer else (kind, StillframeTrainer)
+        trainer.__class__ = type(kind.__name__, bases, {"__module__": kind.__module__, "__doc__": kind.__doc__})
+    assert isinstance(trainer, StillframeTrainer)
+    trainer.stillframe_options = {"on_error": "warn", **options}
+
+
+def check_versions(kind: type) -> None:
+    """Of the packages that this trainer consists of, and of PEFT if it is in use.  Raises :class:`ConfigError`."""
+    used = {each.__module__.partition(".")[0] for each in kind.__mro__} | {accelerate.__name__, "peft"}
+    for name in sorted(used & TESTED.keys() & sys.modules.keys()):
+        version = sys.modules[name].__version__
+        if version.split(".")[:2] != TESTED[name].split("."):
+            raise ConfigError(
+                f"{name} {version} was not tested with stillframe, which overrides private methods of Trainer: install "
+                f"{name} {TESTED[name]}, or train without install()"
+            )
+
+
+def check_arguments(trainer: Any) -> None:
+    """Raises :class:`ConfigError` for what cannot work, or was never tried."""
+    args = trainer.args
+    wrong = {
+        "DeepSpeed": (trainer.is_deepspeed_enabled, "use stillframe.integrations.deepspeed"),
+        "FSDP": (trainer.is_fsdp_enabled, "it was not tried"),
+        "save_only_model": (args.save_only_model, "saving everything costs no time: leave it out"),
+        "enable_jit_checkpoint": (args.enable_jit_checkpoint, "save at every step instead: it costs no time"),
+        "auto_find_batch_size": (args.auto_find_batch_size, "it begins anew, over steps that are saved"),
+        "save_on_each_node": (args.save_on_each_node, "all ranks need to see one output_dir"),
+        "hub_strategy": (
+            args.push_to_hub and args.hub_strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS),
+            "nobody could resume from a checkpoint on the Hub: give 'every_save' or 'end'",
+        ),
+    }
+    for name, (is_set, hint) in wrong.items():
+        if is_set:
+            raise ConfigError(f"{name} does not go with stillframe's install(trainer): {hint}")
+    if len(getattr(trainer.model, "peft_config", {})) > 1:
+        raise ConfigError("a PEFT model with several adapters does not go with install(trainer): it was not tried")

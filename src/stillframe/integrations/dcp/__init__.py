@@ -4,7 +4,8 @@
     dcp.load(state_dict, storage_reader=Reader("runs/7b"))
 
     writer = Writer("runs/7b")
-    dcp.async_save(state_dict, storage_writer=writer, async_stager=Stager(writer))   # returns at once
+    stager = Stager(writer)                                                          # one for all saves
+    dcp.async_save(state_dict, storage_writer=writer, async_stager=stager)           # returns at once
 
 What is written is an ordinary checkpoint: the ``stillframe`` command, :func:`stillframe.load` and
 ``Checkpointer.restore`` read it, and :class:`Reader` reads any that a ``Checkpointer`` wrote.

@@ -20,7 +20,7 @@ _under_way: set[threading.Event] = set()
 
 
 class Stager:
-    """For ``dcp.async_save(…, storage_writer=writer, async_stager=Stager(writer))``, in its default mode (a thread).
+    """For ``dcp.async_save(…, storage_writer=writer, async_stager=stager)``, in its default mode (a thread).
 
     The state is copied while training goes on; every optimizer's update waits for that.  ``staging_completion`` is the
     end of the copy, ``upload_completion`` the commit; both tell of failure.  What no live parameter or optimizer owns,
@@ -115,11 +115,7 @@ class Staging(Future[dict[str, Any]]):
     def requested(self, save: Save) -> None:
         """The writer has requested the save.  Blocks until it is staged; raises if it will not be."""
         self._release()  # from here on the fence of its root knows of the save
-        try:
-            save.wait("staged")
-        except BaseException as error:
-            self.failed(error)
-            raise
+        save.wait("staged")
         self.is_over = True
         self.set_result({})
 

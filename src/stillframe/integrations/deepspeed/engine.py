@@ -123,11 +123,11 @@ class CheckpointEngine:
         """What was saved as this file, verified; also a file of DeepSpeed's own, if pickle is allowed."""
         return read(path, map_location, self._allow_pickle, _ALLOW)
 
-    def wait(self, persist: bool = True) -> None:
+    def wait(self) -> None:
         """Until everything is committed.  Raises: the error of a save that failed, once."""
         for _, save in self._saves:
             with contextlib.suppress(StillframeError):
-                save.wait("committed" if persist else "staged")
+                save.wait("committed")
         self._tell_failure()
 
     def settle(self, directory: str, tag: str | None) -> None:

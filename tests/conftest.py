@@ -5,6 +5,7 @@ And no keeper that a test has started is left when all have ended: each has a bo
 
 from __future__ import annotations
 
+import gc
 import os
 import secrets
 import signal
@@ -13,6 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from stillframe.save.keeper_process import KeeperProcess
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -33,13 +36,16 @@ def no_keeper_stays() -> Iterator[None]:
 
 
 def _keepers() -> list[str]:
-    """The command lines of the keepers that these tests have started, and that live."""
+    """The command lines of the keepers that these tests have started, that live, and that nobody has open."""
+    processes = [each for each in gc.get_objects() if type(each) is KeeperProcess]
+    is_open = {each.pid for each in processes if not each._is_closing}  # a plug-in's, until this process ends
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
             told, command = (process / "environ").read_bytes(), (process / "cmdline").read_bytes()
         except OSError:  # it has ended, or is somebody else's
             continue
-        if f"STILLFRAME_TESTS={_MARK}".encode() in told.split(b"\0") and b"stillframe-keeper" in command.split(b"\0"):
-            found.append(f"{process.name}: {command.rpartition(bytes(1))[0].decode(errors='replace')[-200:]}")
+        is_ours = f"STILLFRAME_TESTS={_MARK}".encode() in told.split(b"\0")
+        if is_ours and b"stillframe-keeper" in command.split(b"\0") and int(process.name) not in is_open:
+            found.append(f"{process.name}: {command.decode(errors='replace')[-200:]}")
     return found

@@ -49,6 +49,8 @@ class View:
     is_shared: bool = True
     strange: tuple[SaveId, ...] = ()
     """In the place of their directories is a link or a file."""
+    epochs: tuple[int, ...] = ()
+    """Those that have been claimed."""
 
     @cached_property
     def on_branch(self) -> dict[int, list[SaveId]]:
@@ -89,11 +91,12 @@ class Catalog:
         listed = list(self.store.list())
         saves = sorted(save for name in listed if name.endswith("/") and (save := names.parse_step_dir(name[:-1])))
         strange = sorted(save for name in listed if (save := names.parse_step_dir(name)))
-        for epoch in sorted(self.epochs(), reverse=True):
+        epochs = tuple(sorted(self.epochs(), reverse=True))
+        for epoch in epochs:
             parent = self.parent(epoch)
             if parent is not None:
-                return View(tuple(saves), parent.branch, parent.is_shared, tuple(strange))
-        return View(tuple(saves), self._recovered(saves), self.rank is None, tuple(strange))
+                return View(tuple(saves), parent.branch, parent.is_shared, tuple(strange), epochs)
+        return View(tuple(saves), self._recovered(saves), self.rank is None, tuple(strange), epochs)
 
     def epochs(self) -> list[int]:
         """The numbers that have been claimed.  Raises :class:`StorageError`."""

@@ -157,7 +157,7 @@ def check_same_run(root: Catalog, tier: Catalog) -> None:
 def _check_related(source: Catalog, target: Catalog, ours: set[int], save: SaveId | None) -> None:
     """Of every epoch that both have, the newest first, both tell the same; or the target has none."""
     view = target.look()
-    there = {*target.epochs(), *(each.epoch for each in view.saves)}
+    there = {*view.epochs, *(each.epoch for each in view.saves)}
     common = sorted(there & ours, reverse=True)
     if there and not common and any(target.is_committed(each) or target.aside(each) for each in view.saves):
         raise _of_another_run(target, f"its epochs ({_few(there)}) are none of {source.root}'s ({_few(ours)})")
@@ -225,7 +225,8 @@ def carry_part(
     sent = _send(checkpoint, rank, store, pace, on_bytes, entry.seal_digest) if is_sent else 0
     if not is_sent:
         on_bytes(size)
-    store.put(seal_key, seal)
+    if not store.put_new(seal_key, seal):
+        raise _of_another_run(target, f"the part of rank {rank} of {save} there is another one")
     return sent
 
 

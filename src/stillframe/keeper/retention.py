@@ -250,6 +250,8 @@ class Pruner:
             remove_rank_files(self._catalog, save, self._rank, names.MANIFEST)
         else:
             remove_all(self._catalog, save, self._keeps_tombstones)
+            if self._keeps_tombstones:
+                self._tombstones.add(save)  # nothing else of it is there: it need not be looked at again
 
     def forget(self, save: SaveId) -> None:
         """Somebody has removed or quarantined it: what is known of it does not hold any more."""

@@ -23,12 +23,14 @@ from stillframe.checkpoint.survey import survey
 from stillframe.checkpoint.tiers import look_at_tiers
 from stillframe.checkpoint.verify import verify
 from stillframe.format import names
+from stillframe.keeper.carrying import CarryingNote
 from stillframe.keeper.prune import remove_leftovers
 from stillframe.keeper.retention import Pruner
 from stillframe.model import SaveId
 from stillframe.observe.finishing import finish
 from stillframe.restoring.sources import Sources
 from stillframe.save import capture, tier_book
+from stillframe.store.posix import PosixStore
 from tests import layout
 from tests.support import is_alive, keeper_is_gone, kill, start_child, until
 
@@ -560,6 +562,22 @@ def test_the_root_is_free_while_a_tier_is_still_carried_to(tmp_path: Path) -> No
         assert other.restore(state(-1, count)).step == 1
     assert time.monotonic() - began < 4, "it takes 8 s to carry"
     until(lambda: check_whole_beside_a_keeper(tmp_path / "tier") == [1], "the first keeper carries on")
+
+
+def test_what_the_next_run_carries_stays_noted_when_the_keeper_before_ends(tmp_path: Path) -> None:
+    count = 10_000_000
+    root, tier = tmp_path / "root", Tier(tmp_path / "tier", limit="5MB/s")
+    checkpointer = Checkpointer(root, tiers=[tier])
+    save(checkpointer, 1, count)
+    keeper = spi.keeper_pid(checkpointer) or 0
+    checkpointer.close(timeout_s=0.5)
+    with Checkpointer(root, tiers=[tier], on_error="warn") as other:
+        assert other.restore(state(-1, count)).step == 1
+        save(other, 2, count)
+        until(lambda: not is_alive(keeper), "the keeper before has carried step 1, or is told that it is taken over")
+        noted = CarryingNote(PosixStore(root), 0).inherited()[str(tmp_path / "tier")]
+        assert 2 in [each.step for each in noted if each is not None]
+        other.close(timeout_s=0)
 
 
 def test_nobody_of_before_removes_what_a_run_has_resumed_from_in_a_tier(tmp_path: Path) -> None:

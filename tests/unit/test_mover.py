@@ -9,9 +9,11 @@ import pytest
 
 from stillframe import Catalog, Checkpointer, NotFoundError
 from stillframe.checkpoint.promote import introduce
+from stillframe.keeper.carrying import CarryingNote
 from stillframe.keeper.follower import Follower
 from stillframe.link.messages import TierFailed, TierNews
 from stillframe.model import SaveId
+from stillframe.store.posix import PosixStore
 from stillframe.tiers import Tier, check_tiers
 from tests import layout
 from tests.support import until
@@ -41,6 +43,19 @@ def test_a_bug_in_carrying_is_told_as_trouble_and_ends_no_keeper(tmp_path: Path)
     assert complaint.message.endswith("(it is tried again): unexpected RuntimeError: a bug")
     assert not said
     mover.finish()
+
+
+def test_a_keeper_that_has_let_go_of_the_root_notes_nothing_over_another(tmp_path: Path) -> None:
+    """What is noted keeps the next keeper from pruning what it has not carried yet."""
+    store = PosixStore(tmp_path)
+    first, second = CarryingNote(store, 0), CarryingNote(store, 0)
+    first.put(lambda: {"tier": (SaveId(5), None)})
+    assert second.inherited() == {"tier": (SaveId(5), None)}
+    second.put(lambda: {"tier": (SaveId(5), SaveId(6))})
+    first.put(dict, lambda: False)  # it has carried step 5
+    assert CarryingNote(store, 0).inherited() == {"tier": (SaveId(5), SaveId(6))}
+    first.put(dict, lambda: True)
+    assert CarryingNote(store, 0).inherited() == {}
 
 
 def test_what_the_root_has_lost_is_never_taken_from_another_run(tmp_path: Path) -> None:

@@ -38,12 +38,16 @@ class CarryingNote:
                 self._known = {each.root: (each.save, each.waiting) for each in found.tiers}
             return dict(self._known)
 
-    def put(self, pinned: Callable[[], Mapping[str, Pinned]]) -> None:
-        """If it differs from what is there.  Raises nothing: a root that takes no note takes no saves, either."""
+    def put(self, pinned: Callable[[], Mapping[str, Pinned]], is_ours: Callable[[], bool] = lambda: True) -> None:
+        """If it differs from what is there.  Raises nothing: a root that takes no note takes no saves, either.
+
+        ``is_ours``: whether nobody else notes what is carried by now; it may raise.
+        """
         with self._lock:  # asked and written as one: a later note never gets under an earlier one
             now = {root: saves for root, saves in pinned().items() if any(saves)}
             if now != self._known:
                 note = Carrying([Carried(root, *saves) for root, saves in now.items()])
                 with contextlib.suppress(StillframeError):
-                    self._store.put(self._key, encode_carrying(note), durable=False)
-                    self._known = now
+                    if is_ours():
+                        self._store.put(self._key, encode_carrying(note), durable=False)
+                        self._known = now

@@ -61,6 +61,7 @@ class Promotion:
 
         self._movers = [mover(number) for number in range(len(configs))]
         self._carrying = CarryingNote(terms.store, rank) if self._says else None  # else it removes nothing there
+        self._is_finishing = False
         for each in self._movers:
             each.on_turn = self.note
 
@@ -111,9 +112,16 @@ class Promotion:
         return set().union(*(mover.kept for mover in self._movers))
 
     def note(self) -> None:
-        """Put into the root what must stay there, for the next keeper.  Before anything is removed; blocks."""
+        """Put into the root what must stay there, for the next keeper.  Before anything is removed; blocks.
+
+        Not when this one is finishing, without the root's lock, and another run has begun there: that notes its own.
+        """
         if self._carrying is not None and self._movers:
-            self._carrying.put(lambda: {each.tier_root: each.pinned for each in self._movers})
+            self._carrying.put(lambda: {each.tier_root: each.pinned for each in self._movers}, self._is_latest)
+
+    def _is_latest(self) -> bool:
+        epoch = self._epoch.number
+        return not self._is_finishing or (epoch is not None and max(Catalog(self._store).epochs(), default=0) <= epoch)
 
     @property
     def has_tiers(self) -> bool:
@@ -121,6 +129,7 @@ class Promotion:
 
     def finish(self) -> None:
         """Blocks until what is due is carried, or does not get on."""
+        self._is_finishing = True
         for mover in self._movers:
             mover.close()
         for mover in self._movers:

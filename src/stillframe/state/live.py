@@ -22,7 +22,7 @@ import torch
 from stillframe.state.dtypes import PLAIN_TENSORS
 from stillframe.state.forms import FORM
 from stillframe.state.forward import scaled_in_forward
-from stillframe.state.memory import byte_extent, storage_of
+from stillframe.state.memory import byte_extent
 from stillframe.state.torch_internals import is_sharded_tensor, local_of, own_parameters, with_shards
 from stillframe.state.wrappers import is_wrapper
 
@@ -145,24 +145,28 @@ class _Extents:
                 start, end = _addresses(tensor)
                 if end - start == tensor.nbytes:
                     found[tensor.device].add((start, end))
-        self._extents = {device: sorted(extents) for device, extents in found.items()}
-        self._reach = {
-            device: list(itertools.accumulate((end for _, end in extents), max))
-            for device, extents in self._extents.items()
-        }
+        self._starts: dict[torch.device, list[int]] = {}
+        self._reach: dict[torch.device, list[int]] = {}
         """For each extent, the greatest end of it and of all that start before it."""
+        for device, extents in found.items():
+            starts, ends = zip(*sorted(extents), strict=True)
+            self._starts[device], self._reach[device] = list(starts), list(itertools.accumulate(ends, max))
 
     def cover(self, tensor: torch.Tensor) -> bool:
-        if tensor.layout is not torch.strided or not tensor.numel():
+        starts = self._starts.get(tensor.device)
+        if starts is None or tensor.layout is not torch.strided or not tensor.numel():
             return False
         start, end = _addresses(tensor)
-        at = bisect.bisect_right(self._extents.get(tensor.device, []), start, key=lambda extent: extent[0])
+        at = bisect.bisect_right(starts, start)
         return at > 0 and end <= self._reach[tensor.device][at - 1]
 
 
 def _addresses(tensor: torch.Tensor) -> tuple[int, int]:
-    base, (start, end) = storage_of(tensor), byte_extent(tensor)
-    return base + start, base + end
+    start = tensor.data_ptr()
+    if tensor.is_contiguous():  # the usual case, many times for each save
+        return start, start + tensor.nbytes
+    first, end = byte_extent(tensor)
+    return start, start + end - first
 
 
 def _living(kinds: tuple[type, ...]) -> list[Any]:

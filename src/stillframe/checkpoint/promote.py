@@ -226,6 +226,8 @@ def carry_part(
     if not is_sent:
         on_bytes(size)
     if not store.put_new(seal_key, seal):
+        if store.head(seal_key) is None:
+            raise StorageError(f"{store.where(seal_key)} was there, and was removed meanwhile")
         raise _of_another_run(target, f"the part of rank {rank} of {save} there is another one")
     return sent
 

@@ -313,7 +313,10 @@ def test_an_interrupt_in_the_middle_of_a_restore_ends_it_and_the_next_one_works(
             patched.setattr(Placement, "_place", place)
             with pytest.raises(KeyboardInterrupt):
                 checkpointer.restore(live)
-        assert not [each.name for each in threading.enumerate() if each.name.startswith("stillframe-read")]
+        readers = [each for each in threading.enumerate() if each.name.startswith("stillframe-read")]
+        for each in readers:  # they have answered, and may be in their last line
+            each.join(1.0)
+        assert not any(each.is_alive() for each in readers)
         assert checkpointer.restore(live).step == 1
         assert torch.equal(live["weights"], source)
         checkpointer.save(2, live).wait()

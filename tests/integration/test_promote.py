@@ -32,7 +32,8 @@ from stillframe.latch import Latch
 from stillframe.model import CHUNK_BYTES, SaveId
 from stillframe.ranks import group
 from stillframe.store.memory import Fault, MemoryBackend, MemoryStore
-from stillframe.store.objects import ObjectStore, ObjectWriter
+from stillframe.store.object_writer import ObjectWriter
+from stillframe.store.objects import ObjectStore
 from tests import layout
 from tests.support import assert_same, run_fresh, start_child
 

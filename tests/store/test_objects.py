@@ -142,7 +142,7 @@ def test_a_blob_is_a_few_objects_each_one_request(store: ObjectStore) -> None:
 
 def test_whoever_opens_a_blob_reads_it_without_its_index(store: ObjectStore) -> None:
     write(store, "d/blob", (0, b"a" * 10), (10, b"b" * 10), size=20)
-    info, read = opened(store, "d/blob")
+    info, read, _ = opened(store, "d/blob")
     assert info == Info(20)
     obstore.delete(store.server._backend, "d/blob")
     found = bytearray(30)
@@ -150,9 +150,31 @@ def test_whoever_opens_a_blob_reads_it_without_its_index(store: ObjectStore) -> 
     assert found[:15] == b"a" * 5 + b"b" * 10
 
 
+def test_what_lies_in_one_part_of_a_blob_is_lent(store: ObjectStore) -> None:
+    """Whatever else it is, is to be read."""
+    write(store, "d/blob", (0, b"a" * 10), (10, b"bcdefghijk"), (30, b"l"), size=31)
+    _, read, lend = opened(store, "d/blob")
+
+    def lent(start: int, length: int) -> bytes | None:
+        found = lend(start, length)
+        return None if found is None else bytes(found)
+
+    assert lent(10, 10) == b"bcdefghijk"
+    assert lent(12, 3) == b"def"
+    assert lent(30, 1) == b"l"
+    assert [lent(*each) for each in ((5, 10), (19, 2), (20, 5), (30, 2), (40, 1))] == [None] * 5
+    (part,) = (path for path in objects(store) if path.endswith(".parts/0000000000010"))
+    obstore.put(store.server._backend, part, b"bcd")
+    assert lent(10, 10) == b"bcd"
+    obstore.delete(store.server._backend, part)
+    assert lent(10, 10) is None
+    with pytest.raises(NotOurs):
+        read(10, memoryview(bytearray(10)))
+
+
 def test_an_opened_blob_that_was_replaced_or_removed_is_looked_at_again(store: ObjectStore) -> None:
     write(store, "d/blob", (0, b"old" * 10), size=30)
-    _, read = opened(store, "d/blob")
+    _, read, _ = opened(store, "d/blob")
     found = bytearray(30)
     write(store, "d/blob", (0, b"new"), size=3)
     assert read(0, memoryview(found)) == 3
@@ -166,10 +188,12 @@ def test_an_opened_blob_that_was_replaced_or_removed_is_looked_at_again(store: O
 
 def test_what_is_opened_may_be_a_value_or_nothing(store: ObjectStore) -> None:
     store.put("d/value", b"value")
-    info, read = opened(store, "d/value")
+    info, read, lend = opened(store, "d/value")
+    assert lend(0, 5) is None
     found = bytearray(3)
     assert (info, read(2, memoryview(found)), bytes(found)) == (Info(5), 3, b"lue")
-    info, read = opened(store, "d/none")
+    info, read, lend = opened(store, "d/none")
+    assert lend(0, 5) is None
     assert info is None
     with pytest.raises(Missing):
         read(0, memoryview(found))
@@ -180,7 +204,7 @@ def test_a_part_that_was_cut_short_is_damage(store: ObjectStore, left: bytes) ->
     write(store, "d/blob", (0, b"a" * 10), size=10)
     (part,) = (path for path in objects(store) if ".parts/" in path)
     obstore.put(store.server._backend, part, left)
-    _, read = opened(store, "d/blob")
+    _, read, _ = opened(store, "d/blob")
     for each in (read, partial(store.read, "d/blob")):
         with pytest.raises(NotOurs, match="too short"):
             each(0, memoryview(bytearray(10)))

@@ -43,10 +43,10 @@ class RankPart:
         self.path = store.where(key)
         self.seal = _read_seal(store, manifest, entry)
         try:
-            info, self._read = opened(store, key)
+            self._segment = opened(store, key)
         except StorageError as error:
             raise read_error(f"{self.path} cannot be looked at", error) from error
-        size = self.seal.segment.bytes
+        info, size = self._segment.info, self.seal.segment.bytes
         if info is None or not info.is_ours or info.size != size or size != entry.segment_bytes:
             found = "is missing" if info is None else f"has {info.size} bytes instead of {size}"
             raise IntegrityError(f"{self.path} {found if info is None or info.is_ours else 'is not a regular file'}")
@@ -61,7 +61,11 @@ class RankPart:
 
     def read(self, offset: int, into: memoryview) -> int:
         """Bytes of the segment.  Raises :class:`StorageError`."""
-        return self._read(offset, into)
+        return self._segment.read(offset, into)
+
+    def lend(self, offset: int, length: int) -> memoryview | None:
+        """As :class:`stillframe.store.protocol.Opened` has it.  Raises :class:`StorageError`."""
+        return self._segment.lend(offset, length)
 
 
 class Checkpoint:

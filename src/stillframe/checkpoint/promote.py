@@ -11,7 +11,6 @@ refused: of two saves with the same name one would be taken for the other.
 from __future__ import annotations
 
 import contextlib
-import mmap
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -252,10 +251,10 @@ def _send(checkpoint: Checkpoint, rank: int, store: Store, pace: Pace, on_bytes:
         on_bytes(length)
         return True
 
-    def send(_rank: int, _shards: Sequence[int], start: int, end: int, buffer: mmap.mmap) -> None:
+    def send(_rank: int, _shards: Sequence[int], start: int, end: int, buffer: memoryview) -> None:
         padded = round_up(end - start, BLOCK_BYTES)
         pace.take(end - start, is_over)
-        with memoryview(buffer) as memory, memory[:padded] as data:
+        with buffer[:padded] as data:
             data[end - start :] = bytes(padded - (end - start))
             writer.write_at(data, segment.data_start + start)
         on_bytes(end - start)

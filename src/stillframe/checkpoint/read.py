@@ -22,9 +22,9 @@ READERS = 5
 _READS = 2
 """What has a wrong checksum is read a second time before it is called damaged."""
 
-Place = Callable[[int, Sequence[int], int, int, mmap.mmap], None]
+Place = Callable[[int, Sequence[int], int, int, memoryview], None]
 """``place(rank, shards, start, end, buffer)``: these bytes of the rank's data, which belong to these shards, lie,
-verified, at the start of ``buffer``."""
+verified, at the start of ``buffer`` until it returns."""
 
 
 OnDamage = Callable[[int, int | None, IntegrityError], None]
@@ -37,11 +37,13 @@ def read_chunks(
     place: Place,
     on_damage: OnDamage | None = None,
     is_over: Latch | None = None,
+    borrows: bool = False,
 ) -> None:
     """Read these (rank, chunk), and each rank's header before them; hand each chunk to ``place``, from several threads.
 
     Rank by rank, so that few seals are needed at a time.  ``is_over`` opens when nobody needs to read on (Ctrl-C, too):
-    a ``place`` that waits for something looks at it.
+    a ``place`` that waits for something looks at it.  ``borrows``: a buffer may be the store's own, read-only, and end
+    where the chunk ends; that saves a copy.
 
     Raises: :class:`IntegrityError` naming file, chunk and tensors; the first error stops all readers.  With
     ``on_damage`` that one is told instead, and everything else is read.
@@ -59,11 +61,16 @@ def read_chunks(
                         read_header(part)
                         continue
                     segment = part.seal.segment
-                    largest = min(segment.chunk_bytes, segment.data_bytes)
-                    if buffer is None or len(buffer) < largest:
-                        buffer = aligned_buffer(largest)
-                    start, end = read_chunk(part, number, buffer)
-                    place(part.rank, part.shards_between(start, end), start, end, buffer)
+                    start = number * segment.chunk_bytes
+                    end = min(start + segment.chunk_bytes, segment.data_bytes)
+                    memory = borrow_chunk(part, number) if borrows else None
+                    if memory is None:
+                        largest = min(segment.chunk_bytes, segment.data_bytes)
+                        if buffer is None or len(buffer) < largest:
+                            buffer = aligned_buffer(largest)
+                        read_chunk(part, number, buffer)
+                        memory = memoryview(buffer)
+                    place(part.rank, part.shards_between(start, end), start, end, memory)
         except BaseException:
             is_over.unlock()
             raise
@@ -80,6 +87,20 @@ def read_chunks(
         is_over.unlock()
         for reader in readers:
             reader.wait()
+
+
+def borrow_chunk(part: RankPart, number: int) -> memoryview | None:
+    """One chunk, verified, in memory that the store has it in; ``None``: read it.  Raises :class:`StorageError`."""
+    segment = part.seal.segment
+    start = number * segment.chunk_bytes
+    length = min(segment.chunk_bytes, segment.data_bytes - start)
+    try:
+        lent = part.lend(segment.data_start + start, length)
+    except StorageError as error:
+        where = f"{part.path}, chunk {number} cannot be read{_tensors(part, start, start + length)}"
+        raise read_error(where, error) from error
+    is_right = lent is not None and len(lent) == length and digest(lent) == segment.chunks[number]
+    return lent if is_right else None
 
 
 def read_chunk(part: RankPart, number: int, buffer: mmap.mmap) -> tuple[int, int]:

@@ -89,7 +89,7 @@ def verify(checkpoint: Checkpoint, on_bytes: Callable[[int], None] = lambda _cou
             else:
                 wanted += [(entry.rank, number) for number in range(len(part.seal.segment.chunks))]
         if wanted:
-            read_chunks(checkpoint, wanted, read, damaged)
+            read_chunks(checkpoint, wanted, read, damaged, borrows=True)
         for entry in ranks[at : at + _RANKS_AT_ONCE]:
             checkpoint.release(entry.rank)
     verdict.damages.sort(key=lambda damage: (damage.rank, -1 if damage.chunk is None else damage.chunk))

@@ -11,9 +11,9 @@ from __future__ import annotations
 import ctypes
 import itertools
 import math
-import mmap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -184,13 +184,13 @@ class Placement:
         devices = {box.into.device for boxes in self._boxes.values() for box in boxes}
         devices |= {into.device for _, into in self._detours}
 
-        def place(rank: int, shards: Sequence[int], start: int, end: int, buffer: mmap.mmap) -> None:
+        def place(rank: int, shards: Sequence[int], start: int, end: int, buffer: memoryview) -> None:
             self._place(rank, shards, start, end, buffer)
             on_bytes(end - start)
 
         with torch.no_grad():
             _synchronize(devices)
-            read_chunks(checkpoint, self._chunks(), place)
+            read_chunks(checkpoint, self._chunks(), place, borrows=True)
             _synchronize(devices)
             for source, into in self._detours:
                 into.copy_(source.as_strided(into.shape, source.stride(), source.storage_offset()))
@@ -210,9 +210,9 @@ class Placement:
                     chunks.update((rank, each) for each in range(start // chunk_bytes, (end - 1) // chunk_bytes + 1))
         return chunks
 
-    def _place(self, rank: int, shards: Sequence[int], start: int, end: int, buffer: mmap.mmap) -> None:
+    def _place(self, rank: int, shards: Sequence[int], start: int, end: int, buffer: memoryview) -> None:
         """Copy one chunk's bytes into every tensor that has bytes in it.  Thread: a reading one."""
-        memory = torch.frombuffer(buffer, dtype=torch.uint8)
+        memory = _Memory(buffer)
         for number in shards:
             shard = self._shards.get((rank, number))
             if shard is None:
@@ -222,12 +222,12 @@ class Placement:
                 begin = max(shard.start + box.first * item_bytes, start)
                 until = min(shard.start + box.end * item_bytes, end)
                 if begin < until:
-                    data = memory[begin - start : until - start]
+                    data = slice(begin - start, until - start)
                     at = (begin - shard.start) // item_bytes
                     if box.is_contiguous:
-                        _put(data, box.into, begin - shard.start - box.first * item_bytes)
+                        _put(memory, data, box.into, begin - shard.start - box.first * item_bytes)
                     else:
-                        _scatter(data.view(box.into.dtype), at, shard.shape, box.offset, box.into)
+                        _scatter(memory.tensor[data].view(box.into.dtype), at, shard.shape, box.offset, box.into)
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
@@ -279,11 +279,30 @@ def _flat(index: Sequence[int], shape: Sequence[int]) -> int:
     return at
 
 
-def _put(data: torch.Tensor, tensor: torch.Tensor, offset: int) -> None:
+class _Memory:
+    """A verified chunk.  What a store has lent is read-only, and torch has no tensors of such memory."""
+
+    def __init__(self, buffer: memoryview) -> None:
+        self._buffer = buffer
+
+    @cached_property
+    def tensor(self) -> torch.Tensor:
+        return torch.frombuffer(bytearray(self._buffer) if self._buffer.readonly else self._buffer, dtype=torch.uint8)
+
+    def copy(self, part: slice, address: int) -> None:
+        if not self._buffer.readonly:
+            ctypes.memmove(address, self.tensor.data_ptr() + part.start, part.stop - part.start)
+            return
+        with memoryview((ctypes.c_ubyte * (part.stop - part.start)).from_address(address)).cast("B") as into:
+            into[:] = self._buffer[part]
+
+
+def _put(memory: _Memory, part: slice, tensor: torch.Tensor, offset: int) -> None:
     """Bytes ``offset`` and following of the tensor's content."""
     if tensor.device.type == "cpu" and is_plain(tensor):
-        ctypes.memmove(tensor.data_ptr() + offset, data.data_ptr(), data.numel())
+        memory.copy(part, tensor.data_ptr() + offset)
         return
+    data = memory.tensor[part]
     item_bytes = tensor.element_size()
     at = 0
     with torch.no_grad():

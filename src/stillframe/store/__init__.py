@@ -2,8 +2,8 @@
 
 protocol   the seven verbs, and their contract
 posix      a file system (root: what a path may be, blob: large files, calls: every system call, trouble: errors)
-objects    object stores: S3, Google Cloud Storage, Azure (server: every request, and its errors;
-           clouds: what differs between them, profile: keys of an AWS profile)
+objects    object stores: S3, Google Cloud Storage, Azure (object_writer: large ones in the making, server: every
+           request, and its errors; clouds: what differs between them, profile: keys of an AWS profile)
 memory     the whole contract in memory, with faults
 address    where a root is: a directory, or a URL
 lock       advisory locks, as hints
@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +28,7 @@ from stillframe.store.address import without_secrets as without_secrets
 from stillframe.store.clouds import again_s as again_s
 from stillframe.store.clouds import endpoint_of as endpoint_of
 from stillframe.store.posix import PosixStore
-from stillframe.store.protocol import Info, Store, read_range
+from stillframe.store.protocol import Info, Opened, Store, read_range
 
 if TYPE_CHECKING:  # most roots are directories: a keeper is there some 8 ms earlier without it
     from stillframe.store.objects import ObjectStore
@@ -76,13 +76,10 @@ def heads(store: Store, directory: str, names: Sequence[str], count: int) -> Ite
     return ((name, read_range(store, f"{directory}/{name}", 0, count)) for name in names)
 
 
-def opened(store: Store, key: str) -> tuple[Info | None, Callable[[int, memoryview], int]]:
-    """What :meth:`Store.head` tells of a key, and :meth:`Store.read` of it, for somebody who will read often.
-
-    What is read is what the key held when this was called, as long as that is there; after that, what it holds then.
-    """
+def opened(store: Store, key: str) -> Opened:
+    """A key, for somebody who will read often."""
     objects = _as_objects(store)
-    return (store.head(key), partial(store.read, key)) if objects is None else objects.opened(key)
+    return Opened(store.head(key), partial(store.read, key)) if objects is None else objects.opened(key)
 
 
 def infos(store: Store, directory: str) -> dict[str, Info]:

@@ -13,6 +13,7 @@ Parts of a blob that was never finished are listed as ``rank-00000.safetensors.1
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import itertools
 import re
@@ -20,18 +21,29 @@ import secrets
 import threading
 import zlib
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from stillframe.errors import StillframeError, StorageError
+from stillframe.errors import StorageError
 from stillframe.store.activity import Activity
 from stillframe.store.address import without_secrets
 from stillframe.store.clouds import again_s, endpoint_of
-from stillframe.store.protocol import PARTIAL, Capabilities, Data, Info, Missing, NotOurs, check_key, check_new_key
+from stillframe.store.object_writer import ObjectWriter
+from stillframe.store.protocol import (
+    PARTIAL,
+    Capabilities,
+    Data,
+    Info,
+    Missing,
+    NotOurs,
+    Opened,
+    check_key,
+    check_new_key,
+)
 from stillframe.store.server import Server, open_backend
 from stillframe.untrusted import decode_json
 
@@ -171,22 +183,32 @@ class ObjectStore:
                     return self._read_parts(key, index, start, into)
         raise NotOurs(f"reading {self.where(key)}: parts of it are not there")
 
-    def opened(self, key: str) -> tuple[Info | None, Callable[[int, memoryview], int]]:
+    def opened(self, key: str) -> Opened:
         """What the key holds now, and how to read it without asking for its index each time."""
         check_key(key)
         try:
             index = self._index(key)
         except Missing:
-            return None, partial(self.read, key)
+            return Opened(None, partial(self.read, key))
         if index is None:
-            return self.head(key), partial(self.read, key)
+            return Opened(self.head(key), partial(self.read, key))
 
         def read(start: int, into: memoryview) -> int:
             with contextlib.suppress(Missing):
                 return self._read_parts(key, index, start, into)
             return self.read(key, start, into)  # it was replaced meanwhile, or removed
 
-        return Info(index.size), read
+        def lend(start: int, length: int) -> memoryview | None:
+            at = bisect.bisect_right(index.parts, (start, index.size)) - 1
+            if at < 0 or start + length > sum(index.parts[at]):
+                return None  # it lies in several
+            offset = index.parts[at][0]
+            with contextlib.suppress(Missing):
+                found = self.server.get(_part(key, index.nonce, offset), start - offset, start - offset + length)
+                return None if found is None else found.data
+            return None
+
+        return Opened(Info(index.size), read, lend)
 
     def heads(self, directory: str, names: Sequence[str], count: int) -> Iterator[tuple[str, bytes]]:
         """(name, first bytes) of many values of one directory.  Raises :class:`Missing`, :class:`StorageError`."""
@@ -351,49 +373,6 @@ class ObjectStore:
     def remove_parts(self, key: str, nonce: str) -> None:
         """Of a blob that was removed, replaced or given up."""
         self.server.delete(self.server.list_below(f"{key}.{nonce}{_PARTS}"))
-
-
-class ObjectWriter:
-    """A blob in the making.  ``left``: of a copy, the parts that others have put, by offset; no writer removes them."""
-
-    def __init__(self, store: ObjectStore, key: str, size: int, nonce: str, left: dict[int, int] | None = None) -> None:
-        self._store, self._key, self._size, self._nonce, self._left = store, key, size, nonce, left
-        self._parts: dict[int, int] = {}
-        self._is_over = False
-        self._may_be_there = False
-        """The index was put, and nobody knows whether it arrived: without its parts it would be a lie."""
-
-    def write_at(self, data: memoryview, offset: int) -> None:
-        self._check()
-        kept = data[: max(self._size - offset, 0)]  # the last block may reach beyond the size
-        if len(kept):
-            self._store.put_part(self._key, self._nonce, offset, kept)
-            self._parts[offset] = len(kept)
-
-    def reuse(self, offset: int, nbytes: int) -> bool:
-        length = min(nbytes, self._size - offset)
-        is_there = length > 0 and self._left is not None and self._left.get(offset) == length
-        if is_there:
-            self._parts[offset] = length
-        return is_there
-
-    def finish(self) -> None:
-        self._check()
-        self._may_be_there = True
-        parts, is_copy = sorted(self._parts.items()), self._left is not None
-        self._store.put_index(self._key, self._nonce, self._size, parts, is_copy)
-        self._is_over = True
-
-    def abort(self) -> None:
-        if not self._is_over:
-            self._is_over = True
-            if not self._may_be_there and self._left is None:
-                with contextlib.suppress(StillframeError):
-                    self._store.remove_parts(self._key, self._nonce)
-
-    def _check(self) -> None:
-        if self._is_over:
-            raise StorageError(f"{self._store.where(self._key)} was finished or given up")
 
 
 def _part(key: str, nonce: str, offset: int) -> str:

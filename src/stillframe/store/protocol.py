@@ -15,9 +15,9 @@ which :mod:`stillframe.testing.store_contract` checks for every store:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 from stillframe.errors import StorageError
 
@@ -77,6 +77,22 @@ class Writer(Protocol):
 
     def abort(self) -> None:
         """Give the blob up.  Does nothing after :meth:`finish`; may be called at any time, and again.  Never raises."""
+
+
+def _lends_nothing(_start: int, _length: int) -> None:
+    return None
+
+
+class Opened(NamedTuple):
+    """What a key holds: as it was when it was opened, as long as that is there; after that, as it is then."""
+
+    info: Info | None
+    """As :meth:`Store.head` tells it."""
+    read: Callable[[int, memoryview], int]
+    """As :meth:`Store.read`."""
+    lend: Callable[[int, int], memoryview | None] = _lends_nothing
+    """``lend(start, length)``: these bytes, or as many as there are, in memory of the store's own, which lasts as long
+    as the view: what comes by requests is there before anybody can say where it should go.  ``None``: read them."""
 
 
 class Store(Protocol):

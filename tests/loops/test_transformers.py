@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from stillframe import Catalog
 from tests.loops.conformance import Conformance
-from tests.loops.driving import BATCH, Life, Wish, digest_of, live
+from tests.loops.driving import BATCH, LIFE_S, SOURCE, Life, Wish, digest_of, live
 
 
 def train(life: Life) -> None:
@@ -104,6 +109,16 @@ class TestTuning(Conformance):
         assert (path / "tokenizer.json").exists()
         found = load_file(path / "adapter_model.safetensors")
         return digest_of(found[name] for name in sorted(found) if "lora_" in name)
+
+
+@pytest.mark.timeout(1100)
+def test_the_example_trains_and_goes_on(tmp_path: Path) -> None:
+    path = {"PYTHONPATH": str(SOURCE / "src"), "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-W", "ignore", str(SOURCE / "examples/hf_trainer.py"), str(tmp_path / "run")]
+    for _ in range(2):
+        ended = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **path}, timeout=LIFE_S)
+        assert ended.returncode == 0, ended.stderr
+        assert " opens; see" in ended.stdout
 
 
 if __name__ == "__main__":

@@ -86,6 +86,27 @@ def test_it_is_not_called_for_a_save_that_fails(tmp_path: Path) -> None:
     assert called == []
 
 
+def test_a_thread_that_cannot_be_had_at_once_is_asked_for_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called: list[int] = []
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == "stillframe-then":
+            monkeypatch.setattr(threading.Thread, "start", start)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with Checkpointer(tmp_path) as checkpointer:
+        save = checkpointer.save(1, {"n": 1})
+        save.wait()
+        monkeypatch.setattr(threading.Thread, "start", refuse)
+        save.then(lambda save: called.append(save.step))
+        assert called == []
+    assert called == [1]
+
+
 def test_close_gives_up_on_a_function_that_hangs(tmp_path: Path) -> None:
     gate = threading.Event()
     checkpointer = Checkpointer(tmp_path)

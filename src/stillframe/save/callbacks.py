@@ -6,10 +6,11 @@ import contextlib
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
-from stillframe.latch import Latch, join
+from stillframe.latch import LOOK_S, Latch, is_running, join
 
 logger = logging.getLogger("stillframe")
 
@@ -36,13 +37,27 @@ class Callbacks:
                 self._idle = Latch()
             self._count += 1
             self._waiting.put((function, argument))
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="stillframe-then", daemon=True)
-                self._thread.start()
+            self._start()
+
+    def _start(self) -> None:
+        """Have a thread, if one is needed.  If the system gives none, the next look tries again."""
+        if self._count and (self._thread is None or not is_running(self._thread)):
+            thread = threading.Thread(target=self._run, name="stillframe-then", daemon=True)
+            with contextlib.suppress(RuntimeError):
+                self._thread = thread
+                thread.start()
 
     def finish(self, timeout_s: float | None) -> bool:
         """Block until all have returned; tells whether they have.  One that asks for this itself waits for nobody."""
-        return threading.current_thread() is self._thread or self._idle.wait(timeout_s)
+        if threading.current_thread() is self._thread:
+            return True
+        deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            left_s = LOOK_S if deadline_s is None else min(max(deadline_s - time.monotonic(), 0.0), LOOK_S)
+            if self._idle.wait(left_s) or left_s <= 0:
+                return self._idle.is_open
+            with self._lock:
+                self._start()
 
     def end(self, timeout_s: float) -> None:
         """Call no more; wait for the one that runs: a thread inside torch while the interpreter goes aborts it."""

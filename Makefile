@@ -14,7 +14,7 @@ help:
 	@echo "make demo-tiers  two nodes, a shared directory, an object store: killed, a node lost, then all but the store (under 2 minutes)"
 	@echo "make test        lint, types and all tests"
 	@echo "make test-device   of these the order of copies on an accelerator made of threads; needs a C++ compiler, no accelerator"
-	@echo "make test-loops    Hugging Face Trainer, TRL and PEFT, killed and resumed; in an environment of its own"
+	@echo "make test-loops    Hugging Face Trainer, TRL, PEFT and Accelerate, killed and resumed; in an environment of its own"
 	@echo "make test-servers  installs real servers: of S3 (Debian, root), of Azure's blobs (npm); without them their tests are skipped"
 	@echo "make bench       what it costs, beside every peer that runs here: the short form, ten minutes"
 	@echo "make bench-full  the whole evaluation, every question, every size"

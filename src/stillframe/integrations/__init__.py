@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from stillframe.integrations import accelerate as accelerate
     from stillframe.integrations import dcp as dcp
     from stillframe.integrations import deepspeed as deepspeed
     from stillframe.integrations import transformers as transformers
@@ -18,6 +19,6 @@ else:
 
     def __getattr__(name: str) -> ModuleType:
         """Each is imported when first used: it needs the loop that it serves."""
-        if name in ("dcp", "deepspeed", "transformers"):
+        if name in ("accelerate", "dcp", "deepspeed", "transformers"):
             return importlib.import_module(f"stillframe.integrations.{name}")
         raise AttributeError(f"module 'stillframe.integrations' has no attribute {name!r}")

@@ -1,0 +1,103 @@
+"""Accelerate on stillframe.  As a program: one life of a run."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from torch.utils.data import DataLoader
+
+import stillframe
+from tests.loops.conformance import Conformance
+from tests.loops.driving import BATCH, Life, digest_of
+
+
+class Where:
+    """What the program knows of its position; registered for checkpointing."""
+
+    def __init__(self) -> None:
+        self.epoch = self.batch = self.step = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return dict(vars(self))
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        vars(self).update(state)
+
+
+class Noise:
+    """Draws from all generators where a batch is put together: in a worker, if there are any."""
+
+    def __call__(self, samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        batch = {name: torch.stack([each[name] for each in samples]) for name in samples[0]}
+        masked = torch.rand(batch["labels"].shape) < 0.1 * (random.random() + numpy.random.rand())
+        return {**batch, "labels": batch["labels"].masked_fill(masked, -100)}
+
+
+def train(life: Life) -> None:
+    from accelerate import Accelerator
+    from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration
+
+    wish = life.wish
+    is_stateful = "stateful" in wish.kind
+    accelerator = Accelerator(
+        cpu=True,
+        gradient_accumulation_steps=2 if "accumulated" in wish.kind else 1,
+        dataloader_config=DataLoaderConfiguration(
+            use_stateful_dataloader=is_stateful, use_seedable_sampler="seedable" in wish.kind
+        ),
+        project_config=ProjectConfiguration(
+            project_dir=wish.place, automatic_checkpoint_naming=True, total_limit=wish.keep or None
+        ),
+    )
+    stillframe.integrations.accelerate.attach(accelerator)
+    model, where = life.model(), Where()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 50)
+    workers = 0 if "alone" in wish.kind else 2
+    collate = None if is_stateful and workers else Noise()  # there the numbers that workers draw do not come back
+    loader: Any = DataLoader(life.data(), BATCH, shuffle=True, num_workers=workers, collate_fn=collate)  # type: ignore[arg-type]
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    accelerator.register_for_checkpointing(where)
+    accelerator.load_state()
+    while where.step < wish.steps:
+        is_skipping = where.batch and not is_stateful
+        batches = accelerator.skip_first_batches(loader, where.batch) if is_skipping else loader
+        for batch in batches:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(**batch).loss)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+            where.batch, where.step = where.batch + 1, where.step + 1
+            accelerator.save_state()
+            life.saved(where.step)
+            if where.step == wish.steps:
+                break
+        else:
+            where.epoch, where.batch = where.epoch + 1, 0
+    accelerator.end_training()
+    life.ended(accelerator.unwrap_model(model), optimizer, scheduler)
+
+
+class TestAccelerate(Conformance):
+    module = "tests.loops.test_accelerate"
+    kinds = ("", "alone", "accumulated alone", "seedable", "stateful", "stateful alone")
+
+    @staticmethod
+    def checkpoints(place: Path) -> dict[int, Path]:
+        found = (place / "checkpoints").glob("checkpoint_*")
+        return {int(path.name.rpartition("_")[2]) + 1: path for path in found}
+
+    @staticmethod
+    def read(path: Path) -> str:
+        step = int(path.name.rpartition("_")[2]) + 1
+        found = stillframe.load(path.parent.parent / "_stillframe", step, only="models/*")
+        return digest_of(found["models"][0]["model"].values())
+
+
+if __name__ == "__main__":
+    train(Life())

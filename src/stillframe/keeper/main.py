@@ -255,14 +255,14 @@ class Keeper:
         self._begun = message.save
         self._journal.updates(message.telemetry.updates)
         self._journal.progress(is_news=True)
-        save.pending.append(self._writers.submit(self._open, save))
+        save.pending.append(self._writers.submit(or_die, self._open, save))
 
     def _take_chunk(self, chunk: messages.Chunk) -> None:
         save = self._saves[chunk.save]
         save.received_bytes += chunk.nbytes
         assert self._arena is not None
         span = self._arena[chunk.span * CHUNK_BYTES : (chunk.span + 1) * CHUNK_BYTES]
-        save.pending.append(self._writers.submit(self._flush_chunk, save, chunk, span))
+        save.pending.append(self._writers.submit(or_die, self._flush_chunk, save, chunk, span))
 
     # --- working (writer and finisher threads) ---------------------------------------------
 

@@ -87,7 +87,8 @@ def main() -> None:
         iterations = [turn.iteration_s for turn in turns]
         console.print(
             f"{name:>10}: save_state {_spread(saves)} ms, update waits {_spread(waits)} ms, "
-            f"iteration {_spread(iterations)} s"
+            f"iteration {_spread(iterations)} s",
+            soft_wrap=True,
         )
 
 

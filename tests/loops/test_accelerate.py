@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 import stillframe
+from stillframe import Catalog
 from tests.loops.conformance import Conformance
 from tests.loops.driving import BATCH, Life, digest_of
 
@@ -51,7 +52,7 @@ class Streamed(IterableDataset[Any]):
 
 def train(life: Life) -> None:
     from accelerate import Accelerator
-    from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration
+    from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration, set_seed
 
     wish = life.wish
     is_stateful = "stateful" in wish.kind
@@ -67,6 +68,8 @@ def train(life: Life) -> None:
     )
     stillframe.integrations.accelerate.attach(accelerator)
     model, where = life.model(), Where()
+    if Catalog(Path(wish.place, "_stillframe")).latest() is None:
+        set_seed(3)  # a life before this one may have left nothing: then this is the first
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 50)
     workers = 0 if "alone" in wish.kind else 2

@@ -15,8 +15,8 @@ from stillframe.store.calls import Calls
 
 _MAX_TEXT: Final = 300
 _WATCHED: Final = (
-    "open", "close", "stat", "fstat", "entries", "mkdir", "rmdir", "unlink", "rename", "rename_new", "link", "fsync",
-    "pwrite", "append", "pread", "truncate", "reserve", "lock", "lease", "is_local", "space",
+    "open", "close", "stat", "fstat", "entries", "mkdir", "rmdir", "unlink", "rename", "rename_new", "link",
+    "link_to", "fsync", "pwrite", "append", "pread", "truncate", "reserve", "lock", "lease", "is_local", "space",
 )  # fmt: skip
 """All calls that may wait for the storage."""
 

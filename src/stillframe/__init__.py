@@ -1,7 +1,7 @@
 """stillframe: lazy, asynchronous checkpointing for training.
 
 cli            the stillframe command
-integrations   DCP, DeepSpeed, Trainer                       (torch)
+integrations   DCP, DeepSpeed, Trainer, Accelerate, Lightning (torch)
 convert        checkpoints ↔ safetensors, torch.save, DCP    (torch)
 observe        what a run does and did
 preemption     jobs that are told to end                     (torch)

@@ -14,11 +14,12 @@ if TYPE_CHECKING:
     from stillframe.integrations import accelerate as accelerate
     from stillframe.integrations import dcp as dcp
     from stillframe.integrations import deepspeed as deepspeed
+    from stillframe.integrations import lightning as lightning
     from stillframe.integrations import transformers as transformers
 else:
 
     def __getattr__(name: str) -> ModuleType:
         """Each is imported when first used: it needs the loop that it serves."""
-        if name in ("accelerate", "dcp", "deepspeed", "transformers"):
+        if name in ("accelerate", "dcp", "deepspeed", "lightning", "transformers"):
             return importlib.import_module(f"stillframe.integrations.{name}")
         raise AttributeError(f"module 'stillframe.integrations' has no attribute {name!r}")

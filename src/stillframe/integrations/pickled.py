@@ -1,12 +1,15 @@
-"""Python objects in the dicts of DeepSpeed and DCP: those that come back exactly, and those that only pickle can hold.
+"""Python objects in the dicts of DeepSpeed, DCP and Lightning: those that come back exactly, and those that only
+pickle can hold.
 
-The latter are stored as marked records, bytes in a tensor of their own.  They are unpickled only with ``allow_pickle``.
+The latter are stored as marked records, bytes in a tensor of their own.  They are unpickled only with ``allow_pickle``;
+those of Lightning as ``torch.load`` does it with ``weights_only``.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import io
 import pickle
 import types
 from collections.abc import Mapping
@@ -81,6 +84,39 @@ def read_pickled_file(path: str, map_location: Any, allow_pickle: bool, how: str
         return torch.load(path, map_location=map_location, weights_only=False)
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
         raise FormatError(f"{path} was not written by stillframe, and cannot be read: {error}") from error
+
+
+def to_torch_saved(path: _Path, value: Any) -> Any:
+    """What is stored for a value in Lightning's dict: what only pickle can hold, as ``torch.save`` writes it.
+
+    Raises: :class:`UnsupportedStateError`, with path and type.
+    """
+    if type(value) in _PLAIN or is_tensor(value) or storable(value):
+        return value
+    kind, data = f"{type(value).__module__}.{type(value).__qualname__}", io.BytesIO()
+    try:
+        torch.save(value, data)
+    except Exception as error:  # of any object's own code
+        raise UnsupportedStateError(f"{_text(path)} is a {kind}, which cannot be stored: {error}") from error
+    return Opaque(data.getvalue(), kind)
+
+
+def torch_loaded(path: _Path, value: Any, map_location: Any, weights_only: bool | None) -> Any:
+    """The opposite; ``weights_only``: as ``torch.load`` takes it, so by default no code runs.  Tensors are moved.
+
+    Raises: :class:`UnsupportedStateError`, with path and type.
+    """
+    place = map_location if isinstance(map_location, str | torch.device) else None
+    if isinstance(value, torch.Tensor):
+        return value if place is None else value.to(place)
+    if not isinstance(value, Opaque):
+        return value
+    try:
+        return torch.load(io.BytesIO(value.data), place, weights_only=weights_only)
+    except pickle.UnpicklingError as error:
+        raise UnsupportedStateError(
+            f"{_text(path)} is a {value.pickled} that was pickled: to run its code, give weights_only=False ({error})"
+        ) from error
 
 
 def register_attributes(kind: type, name: str) -> None:

@@ -156,6 +156,33 @@ def scratch_directory(prefix: str) -> Iterator[str]:
         yield directory
 
 
+def links_in(directory: str | os.PathLike[str]) -> dict[str, str]:
+    """The symbolic links in a directory, by name, and what they hold; none if it is not there."""
+    with translated(f"listing {directory}"):
+        try:
+            with os.scandir(directory) as entries:
+                return {each.name: os.readlink(each) for each in entries if each.is_symlink()}
+        except (FileNotFoundError, NotADirectoryError):
+            return {}
+
+
+def point(link: str | os.PathLike[str], to: str) -> None:
+    """Make a symbolic link, in the place of what is there, unless that is a directory."""
+    place = Path(link)
+    partial = place.with_name(partial_name(place.name))
+    with translated(f"linking {place}"):
+        partial.symlink_to(to)
+        partial.replace(place)
+        _sync(place.parent)
+
+
+def remove_link(link: str | os.PathLike[str]) -> None:
+    """Nothing else: what is no link stays."""
+    with translated(f"removing {link}"):
+        if os.path.islink(link):
+            os.unlink(link)
+
+
 def make_directory(path: Path) -> None:
     path.mkdir()
 

@@ -1,0 +1,143 @@
+"""The plugin that Lightning's strategies save with, load with and remove with."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from typing import Any, Literal
+
+import torch.distributed as dist
+from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO as LightningCheckpointIO
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+
+from stillframe.errors import ConfigError, StillframeError
+from stillframe.integrations.lightning import hooks
+from stillframe.integrations.lightning.directory import Directory, find, read, settle
+from stillframe.integrations.lightning.loaders import Position
+from stillframe.open_roots import How, fence
+from stillframe.store import files
+
+logger = logging.getLogger("stillframe")
+
+
+class CheckpointIO(LightningCheckpointIO):  # type: ignore[misc]  # mypy is told nothing of Lightning
+    """``plugins=[CheckpointIO()]``, of a ``Trainer`` or a ``Fabric`` with a single device or DDP.
+
+    arena: host memory lent for staging, as of :class:`stillframe.Checkpointer`.
+    on_error: training goes on after a failed save, which is logged at once.  With ``"raise"``, ``fit`` raises it when
+    it ends; with ``"warn"`` it does not.
+
+    Thread: the training thread's.  Raises: :class:`ConfigError` for versions of Lightning that were not tested.
+    """
+
+    def __init__(self, *, arena: int | str = "auto", on_error: Literal["raise", "warn"] = "raise") -> None:
+        if on_error not in ("raise", "warn"):
+            raise ConfigError(f"on_error={on_error!r}: give 'raise' or 'warn'")
+        hooks.install()
+        self.position = Position()
+        """Of the training that this plugin saves."""
+        self._how, self._on_error = How(arena), on_error
+        self._directories: dict[str, Directory] = {}
+        self._plain = TorchCheckpointIO()
+
+    def __reduce__(self) -> Any:
+        """Made anew in a process that is spawned: hooks are needed there, too, and nothing is open."""
+        return _made, (self._how.arena, self._on_error)
+
+    def _place(self, path: Any) -> tuple[Directory, str]:
+        if "://" in str(path):
+            raise ConfigError(f"{path}: CheckpointIO() saves to directories, and carries nothing to a URL by itself")
+        directory, name = os.path.split(os.path.abspath(path))
+        if directory not in self._directories:
+            self._directories[directory] = Directory(directory, self._how)
+        return self._directories[directory], name
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        """Request a checkpoint of the state as it is now; ``path`` appears, whole, when it is durable.
+
+        A name that begins with a dot, which Lightning's tuner gives to what it loads and removes at once, is written
+        by Lightning.  A save that fails later is logged, and raised where the fit ends.
+        Raises: :class:`UnsupportedStateError`, :class:`ConfigError`, :class:`BusyError`, :class:`StorageError`.
+        """
+        if storage_options is not None:
+            raise ConfigError(f"storage_options={storage_options!r}: CheckpointIO() saves to directories, and has none")
+        directory, name = self._place(path)
+        if name.startswith("."):
+            self._plain.save_checkpoint(checkpoint, path)
+            return
+        if {"loops", "callbacks"} <= checkpoint.keys() and hooks.KEY not in checkpoint:
+            raise ConfigError("give CheckpointIO() itself to the Trainer's plugins: inside another it saves no numbers")
+        save = directory.save(name, checkpoint)
+        if name.startswith("hpc_"):  # SLURM takes the job away next
+            save.wait()
+
+    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
+        """The checkpoint, on every rank the same; also one that Lightning itself has written.
+
+        Blocks until the keeper of a run that was killed has committed what it holds.  Every rank calls it.
+        Raises: :class:`IntegrityError`, :class:`NotFoundError`, :class:`StorageError`; ``FileNotFoundError``.
+        """
+        fence()  # what was requested is copied before the loaded values replace it
+        found = self._agree(os.fspath(path))
+        if found is None:
+            return self._plain.load_checkpoint(path, map_location, weights_only)
+        return read(os.fspath(path), found, map_location, weights_only)
+
+    def _agree(self, path: str) -> Any:
+        """What rank 0 finds at a path: its saves appear there."""
+        is_alone = not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1
+        said: list[Any] = [None]
+        if is_alone or dist.get_rank() == 0:
+            try:
+                if "://" not in path:
+                    directory, _ = self._place(path)
+                    directory.wait()
+                    settle(directory.path)
+                said = [find(path)]
+            except StillframeError as error:
+                said = [error]
+        if not is_alone:
+            dist.broadcast_object_list(said, 0)
+        if isinstance(said[0], StillframeError):
+            raise said[0]
+        return said[0]
+
+    def remove_checkpoint(self, path: Any) -> None:
+        """It goes once the saves requested until now are committed; one that is not committed yet, too."""
+        directory, name = self._place(path)
+        if not directory.remove(name):
+            self._plain.remove_checkpoint(path)
+
+    def is_requested(self, path: Any) -> bool:
+        """Whether it will appear."""
+        directory, name = self._place(path)
+        return directory.has(name)
+
+    def link(self, path: str, to: str) -> bool:
+        """Have ``path`` point to a checkpoint of the same directory, once that is there; ``False``: it is no such."""
+        (directory, name), (other, target) = self._place(path), self._place(to)
+        if directory is not other or files.kind_of(to) == "file":
+            return False
+        directory.link(name, target)
+        return True
+
+    def wait(self) -> None:
+        """Block until everything requested is committed.  Raises the error of a save that failed."""
+        self._tell({path: error for each in self._directories.values() for path, error in each.wait().items()})
+
+    def teardown(self) -> None:
+        """Lightning calls it when a fit, a validation or a test ends, also after an error.  Blocks as :meth:`wait`."""
+        directories, self._directories = self._directories, {}
+        self.position.forget()
+        failed = {name: error for each in directories.values() for name, error in each.close().items()}
+        if sys.exc_info()[0] is None and self._on_error == "raise":  # else that error is the one to be seen
+            self._tell(failed)
+
+    def _tell(self, failed: dict[str, StillframeError]) -> None:
+        for name, error in failed.items():
+            raise type(error)(f"{name} was not saved: {error}") from error
+
+
+def _made(arena: int | str, on_error: Literal["raise", "warn"]) -> CheckpointIO:
+    return CheckpointIO(arena=arena, on_error=on_error)

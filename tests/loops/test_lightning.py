@@ -63,8 +63,8 @@ def train(life: Life) -> None:
         accelerator="cpu", devices=life.ranks, strategy="ddp" if life.ranks > 1 else "auto",
         logger=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
-    lightning.seed_everything(3)  # a life that was killed before its first save is staged has left nothing
     module = module_of(life)
+    lightning.seed_everything(3)  # a life that was killed before its first save is staged has left nothing
     loader: Any = DataLoader(data, BATCH, shuffle=True, num_workers=2)
     valid: Any = DataLoader(data, BATCH)
     trainer.fit(module, loader, valid, ckpt_path="last")

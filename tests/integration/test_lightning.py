@@ -160,6 +160,7 @@ def test_a_failed_save_is_raised_when_the_fit_ends(tmp_path: Path) -> None:
                 assert opened is not None
                 pid = spi.keeper_pid(opened.run)
                 assert pid is not None
+                opened.run.wait()  # those before it are not lost with it
                 pause(pid)
                 made.save_checkpoint(tmp_path / "lost.ckpt")
                 opened.run.fence(wait=True)

@@ -61,7 +61,7 @@ def test_a_step_is_named_by_number_or_from_the_end(single: Path) -> None:
     for name, step in {"20": 20, "latest": 30, "-1": 30, "-2": 20, "-3": 10, "latest~1": 20}.items():
         assert answer("show", single, name)["step"] == step
         assert answer("verify", single, name)["steps"][0]["step"] == step
-    assert stillframe("diff", single, "-2", "latest", code=1).startswith("step 20 → step 30")
+    assert stillframe("diff", single, "-2", "latest", code=10).startswith("step 20 → step 30")
     assert "it has 3 checkpoints" in stillframe("show", single, "-4", code=3)
     for name in ("newest", "latest~", "latest~-1", "1.5", "-0"):
         stillframe("show", single, name, code=2)

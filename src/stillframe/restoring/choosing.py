@@ -85,7 +85,8 @@ class Chooser:
             seen = list(found)
             if not seen and self._asked is not None:
                 off_branch = self._find(self._asked, passed_over)
-                seen = [] if off_branch is None else [off_branch]
+                if off_branch is not None and next(self._sources.having(off_branch), None) is not None:
+                    seen = [off_branch]  # else another number of ranks has made it
         runs = [self._sources.runs_of(save) for save in seen]
         unfit = self._unfit(seen)
         return Offer(self._wanted, seen, runs, unfit, self._sources.trouble, self._sources.unreached)

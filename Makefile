@@ -54,7 +54,7 @@ $(LOOPS)/.installed: pyproject.toml constraints.txt
 	touch $@
 
 test-loops: $(LOOPS)/.installed
-	$(LOOPS)/bin/python -m pytest tests/loops -n 2 --dist worksteal
+	$(LOOPS)/bin/python -m pytest tests/loops tests/integration/test_lightning.py -n 2 --dist worksteal
 
 test-servers: azure-server s3-server
 

@@ -291,3 +291,17 @@ def test_what_rank_0_has_in_the_tier_alone_is_carried_to_its_end(
     assert not rank0.attempt()
     assert tier.is_committed(target)
     assert told.errors == []
+
+
+def test_the_newest_epoch_that_has_begun_is_told_even_if_the_present_one_has_not(tmp_path: Path) -> None:
+    root = Catalog(tmp_path / "root")
+    for epoch in (1, 2, 3):
+        claim_number(root, RUN, epoch, epoch)
+        if epoch < 3:
+            begin(root, epoch, RUN, epoch, None, True)
+    (config,) = check_tiers([Tier(tmp_path / "tier")], root.root)
+    told = Told()
+    given = 0, config, root, Catalog(tmp_path / "tier"), 0, 1, RUN, lambda: 3, told.append, told.append, told.append
+    Rank0(*given, is_whole=lambda _save: True).attempt()
+    assert (told.errors, Catalog(tmp_path / "tier").epochs()) == ([], [2])
+    assert Catalog(tmp_path / "tier").parent(2) is not None

@@ -64,8 +64,7 @@ class Leader(Mover):
     def _turn(self, epoch: int) -> bool:
         if not self._has_looked:
             self._look(epoch)
-        if epoch not in self._introduced and self._source.parent(epoch) is not None:
-            self._introduce(epoch)  # if the root is lost now, what was gone back from does not count there, either
+        self._introduce_newest(epoch)
         if self._target is None and not self._choose(epoch):
             self._say()
             return False
@@ -172,6 +171,18 @@ class Leader(Mover):
         if self._world_size > 1 and is_news:
             self._tier.store.put(names.TARGET, encode_target(word), durable=False)
             self._said = word
+
+    def _introduce_newest(self, epoch: int) -> None:
+        """If the root is lost now, what was gone back from must not count in the tier, either.
+
+        Of the present epoch nobody knows what it goes on from before it has saved: then the one before tells.
+        """
+        if epoch in self._introduced:
+            return
+        earlier = sorted((each for each in self._source.epochs() if each <= epoch), reverse=True)
+        begun = next(filter(None, map(self._source.parent, earlier)), None)
+        if begun is not None and begun.run == self._run_name:
+            self._introduce(begun.epoch)
 
     def _introduce(self, epoch: int) -> None:
         """Again, until what the epoch goes on from is known, and is put there."""

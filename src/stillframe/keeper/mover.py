@@ -194,6 +194,7 @@ class Mover(ABC):
     def _run(self) -> None:
         pause_s = _FIRST_S
         while True:
+            could_leave = self._leaving.has_begun  # asked first: what was there before it, this attempt has seen
             is_busy = self.attempt()
             self._leaving.attempted()
             self.on_turn()
@@ -204,11 +205,11 @@ class Mover(ABC):
             else:
                 pause_s = min(pause_s * _SLOWER, _LONGEST_S) if is_busy else _FIRST_S
             with self._changed:
+                if could_leave and self._may_leave(is_busy):
+                    return
                 if self._leaving.has_begun:
-                    if self._may_leave(is_busy):
-                        return
-                    pause_s = min(pause_s, _LONGEST_S)
-                self._changed.wait(pause_s if is_busy or self.kept else _IDLE_S)
+                    pause_s = min(pause_s, _LONGEST_S) if could_leave else 0.0
+                self._changed.wait(pause_s if is_busy or self.kept or self._leaving.has_begun else _IDLE_S)
 
     def attempt(self) -> bool:
         """One turn: whether something is under way.  Whatever it meets is trouble with this tier, and nothing else."""

@@ -89,8 +89,6 @@ class Preemption:
                 raise ConfigError(
                     f"on_preemption(signals={signals!r}): {number!r} cannot be handled: {error}"
                 ) from None
-        self.is_requested = False
-        """Whether this rank got a signal.  The others learn of it in :meth:`check`."""
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         """Runs between any two lines of the main thread: it must not do more than this."""
@@ -142,8 +140,8 @@ class Preemption:
             self._checkpointer.save(step, self._state, metadata=metadata)
         except ExistsError:
             pass  # the loop has saved this step itself
-        except StillframeError as error:
-            logger.warning("step %d: %s", step, error)
+        except Exception as error:  # also of the state's own objects
+            logger.warning("step %d was not saved: %s: %s", step, type(error).__name__, error)
 
     def _leave(self, number: int) -> NoReturn:
         """Every rank does: none is left to wait for in a collective."""

@@ -564,6 +564,8 @@ def answering(status: int, text: str, seen: list[str]) -> Iterator[str]:
     """A server on loopback that answers everything in one way, and notes the paths that it was asked for."""
 
     class Handler(BaseHTTPRequestHandler):
+        wbufsize = -1  # head and body go in one: a client may be content with the head
+
         def handle_all(self) -> None:
             seen.append(unquote(self.path.partition("?")[0]))
             self.rfile.read(int(self.headers.get("Content-Length", 0)))

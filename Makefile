@@ -6,12 +6,13 @@ LOOPS  ?= .venv-loops
 # bf16 matmuls can die with SIGILL on virtual machines that show AMX but forbid it.
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE
 
-.PHONY: help demo demo-ranks demo-tiers docs test test-device test-loops test-servers lint torture bench bench-full clean s3-server azure-server
+.PHONY: help demo demo-ranks demo-tiers demo-nodes docs test test-device test-loops test-servers lint torture bench bench-full clean s3-server azure-server
 
 help:
 	@echo "make demo        train a small GPT, kill it, resume it, compare bit for bit (under 3 minutes)"
 	@echo "make demo-ranks  the same with FSDP2 on 2 ranks, one of them killed; then restored on 1 (under 2 minutes)"
 	@echo "make demo-tiers  two nodes, a shared directory, an object store: killed, a node lost, then all but the store (under 2 minutes)"
+	@echo "make demo-nodes  two hosts with a network of their own (Linux, root): one is cut off and killed, a fresh one takes its place (under 3 minutes)"
 	@echo "make test        lint, types and all tests"
 	@echo "make test-device   of these the order of copies on an accelerator made of threads; needs a C++ compiler, no accelerator"
 	@echo "make test-loops    Hugging Face Trainer, TRL, PEFT and Accelerate, killed and resumed; in an environment of its own"
@@ -36,6 +37,9 @@ demo-ranks: $(VENV)/.installed
 
 demo-tiers: $(VENV)/.installed
 	$(BIN)/python demo/tiers.py
+
+demo-nodes: $(VENV)/.installed
+	$(BIN)/python demo/nodes.py
 
 docs: $(VENV)/.installed
 	$(BIN)/python -m stillframe.cli.document > docs/CLI.md

@@ -19,10 +19,10 @@ from rich.console import Console
 from rich.markup import escape
 
 _COMMAND = (sys.executable, str(Path(__file__).resolve().parent / "train.py"))
-_LINE = msgspec.json.Decoder(Started | Step)
+LINE = msgspec.json.Decoder(Started | Step)
 _TAIL_BYTES = 3000
 _END_S = 20.0
-_ENVIRONMENT = {
+ENVIRONMENT = {
     "ONEDNN_MAX_CPU_ISA": "AVX512_CORE",  # bf16 kernels can die with SIGILL where AMX is shown but forbidden
     "OMP_WAIT_POLICY": "PASSIVE",  # spinning at barriers makes steps 3 to 4 times as long beside two busy loops
     # torchrun would restart ranks with the store of the killed ones, where gloo finds the addresses of the dead.
@@ -62,14 +62,14 @@ class Trainer:
                     "--record", str(self._record), *options,
                 ],
                 stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, start_new_session=True,
-                env={**_ENVIRONMENT, **os.environ},
+                env={**ENVIRONMENT, **os.environ},
             )  # fmt: skip
 
     def lines(self) -> Iterator[Started | Step]:
         """What it tells, until it ends.  Raises :class:`TrainerFailed` if nobody killed it and yet it failed."""
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            yield _LINE.decode(line)
+            yield LINE.decode(line)
         code = self._process.wait()
         if code != 0 and not self._is_killed:
             tail = self._log.read_bytes()[-_TAIL_BYTES:].decode(errors="replace").strip()

@@ -357,3 +357,35 @@ def test_a_store_that_hangs_delays_the_end_of_the_process_for_a_moment_only() ->
         "print('ends')\n"
     )
     assert said == "ends\n"
+
+
+def test_rank_0_asks_little_more_of_the_store_for_a_thousand_ranks() -> None:
+    """Requests of rank 0: a round trip for each rank would be seconds at the start of a large job."""
+
+    class Counted:
+        def __init__(self) -> None:
+            self.store: Any = HashStore()
+            self.count = 0
+
+        def __getattr__(self, name: str) -> Any:
+            self.count += 1
+            return getattr(self.store, name)
+
+    counted, many = Counted(), 1000
+    first = Group(0, many, counted, deadline_s=30.0)
+    first._prefix = "stillframe/1"
+    calls = [f"{rank:016x}" for rank in range(1, many)]
+
+    def others() -> None:
+        counted.store.append("stillframe/1/calls", "".join(calls[:500]))
+        name = counted.store.get(f"stillframe/1/answer/{calls[0]}").decode()
+        counted.store.append("stillframe/1/calls", "".join(calls[500:]))
+        for rank, call in enumerate(calls, 1):
+            assert counted.store.get(f"stillframe/1/answer/{call}").decode() == name
+            counted.store.set(f"{name}/1/{rank}", b'{"value":1}')
+
+    thread = threading.Thread(target=others)
+    thread.start()
+    assert first.decide("adding", lambda: 1, total, int) == many
+    thread.join()
+    assert counted.count < many / 5

@@ -5,8 +5,8 @@ which ranks are missing; a collective can only hang.  Ranks agree in two places,
 when a checkpointer is made, and in ``restore``.  ``save`` never talks.
 
 A store may hold what an earlier life of this job has left there: torchrun keeps it when it restarts the workers.  So
-rank 0 makes up a name for this life, under which everything is said.  The others get it by a call: each sets a random
-number, and rank 0 answers under that number while it waits for the first round.
+rank 0 makes up a name for this life, under which everything is said.  The others get it by a call: each adds a random
+number to a list, and rank 0 answers under that number while it waits for the first round.
 
 There is one primitive, :meth:`Group.decide`: every rank says something, rank 0 judges, all get the verdict.
 Its cost per rank does not grow with the number of ranks, but for rank 0, which reads what each has said.
@@ -52,6 +52,9 @@ _TELL_S = 10.0
 """After so long, a wait is mentioned."""
 _VERDICT_S = 10.0
 """How much longer than rank 0 the others wait: so its error, which names the missing ranks, comes first."""
+_CALL_BYTES = 16
+_AT_ONCE = 256
+"""So many keys are looked for in one request: while one is missing, those after it need not be asked for."""
 _numbers = itertools.count(1)
 
 
@@ -137,7 +140,8 @@ class Group:
         self._prefix = f"stillframe/{next(_numbers) if talks and world_size > 1 else 0}"
         self._rounds = itertools.count(1)
         self._name = ""
-        self._answered: dict[int, str] = {}
+        self._heard_bytes = 0
+        """Of the calls: rank 0 has answered these."""
         self._have_met = False
         self._agreeing = _Line("stillframe-agree")
         self._telling = _Line("stillframe-tell", min(_WATCH_S * max(1.0, world_size / _CROWD), _WATCH_LONGEST_S))
@@ -204,24 +208,21 @@ class Group:
 
     def _ask_name(self, about: str) -> str:
         """The name that rank 0 has made up for this life of the job, given under a number that only this rank knows."""
-        call = secrets.token_hex(8)
-        self._store.set(f"{self._prefix}/call/{self.rank}", call)
+        call = secrets.token_hex(_CALL_BYTES // 2)
+        self._store.append(f"{self._prefix}/calls", call)
         return self._get(f"{self._prefix}/answer/{call}", about).decode()
 
-    def _answer_calls(self, keys: dict[int, str]) -> dict[int, str]:
-        """Rank 0, before the ranks have met: tell the name to those that ask for it; returns the keys still missing.
+    def _answer_calls(self) -> None:
+        """Rank 0, before the ranks have met: tell the name to those that ask for it, all new ones at once.
 
         A call from an earlier life of the job is answered, too, and read by nobody.
         """
-        missing = {rank: key for rank, key in keys.items() if not self._store.check([key])}
-        for rank in missing:
-            call = f"{self._prefix}/call/{rank}"
-            if self._store.check([call]):
-                number = self._store.get(call).decode()
-                if self._answered.get(rank) != number:
-                    self._answered[rank] = number
-                    self._store.set(f"{self._prefix}/answer/{number}", self._name)
-        return missing
+        key = f"{self._prefix}/calls"
+        calls = self._store.get(key).decode() if self._store.check([key]) else ""
+        new = [calls[at : at + _CALL_BYTES] for at in range(self._heard_bytes, len(calls), _CALL_BYTES)]
+        if new:
+            self._store.multi_set([f"{self._prefix}/answer/{call}" for call in new], [self._name] * len(new))
+            self._heard_bytes = len(calls)
 
     def _judge(self, key: str, about: str, judge: Callable[[list[Answer]], Any]) -> _Said:
         keys = {rank: f"{key}/{rank}" for rank in range(self.world_size)}
@@ -250,12 +251,16 @@ class Group:
         began = time.monotonic()
         is_told = False
         pause_s = _FIRST_S
-        while keys and not self._store.check(list(keys.values())):
+        left = list(keys.items())
+        while left:
+            if self._store.check([key for _, key in left[:_AT_ONCE]]):
+                del left[:_AT_ONCE]
+                continue
             if self.rank == 0 and not self._have_met:
-                keys = self._answer_calls(keys)
+                self._answer_calls()
             waited_s = time.monotonic() - began
             if waited_s > timeout_s or (waited_s > _TELL_S and not is_told):
-                missing = format_ranks(rank for rank, key in keys.items() if not self._store.check([key]))
+                missing = format_ranks(rank for rank, key in left if not self._store.check([key]))
                 if waited_s > timeout_s:
                     raise self._late(missing, timeout_s, about)
                 is_told = True

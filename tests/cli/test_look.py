@@ -372,6 +372,24 @@ def test_diff_reads_nothing_where_checksums_tell(copy: Path) -> None:
     assert answer("diff", copy, copy.parent / "other")["changed"] == 0
 
 
+def test_diff_of_many_entries_is_summed_up_by_module(tmp_path: Path) -> None:
+    layers = {f"layers.{layer}.{name}": torch.ones(4) for layer in range(20) for name in ("a", "b")}
+    state = {"model": layers, "moments": {str(number): torch.ones(2) for number in range(40)}, "step": 1}
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, state).wait()
+        layers["layers.3.a"][0] = 3.0
+        for tensor in [*layers.values(), *state["moments"].values()]:  # type: ignore[attr-defined]
+            tensor[1] = 0.5
+        checkpointer.save(2, state | {"step": 2}).wait()
+    lines = [line.split() for line in stillframe("diff", tmp_path, 1, 2, code=10).splitlines()]
+    assert ["~", "model/layers.3", "2", "37.5", "%", "2", "1.03"] in lines
+    assert ["~", "moments", "40", "50", "%", "0.5", "0.354"] in lines
+    assert [line[1] for line in lines[2:-1]] == [*(f"model/layers.{each}" for each in range(20)), "moments", "step"]
+    everything = stillframe("diff", tmp_path, 1, 2, "--all", code=10)
+    assert "model/layers.3.a" in everything
+    assert len(everything.splitlines()) == 2 + 81
+
+
 @pytest.mark.parametrize("arguments", [["10"], ["ten", "20"]])
 def test_diff_explains_its_arguments(single: Path, arguments: list[str]) -> None:
     assert "step" in stillframe("diff", single, *arguments, code=2)

@@ -297,3 +297,10 @@ def test_a_run_that_does_not_answer_is_left_alone(root: Path, run: Run) -> None:
 def test_leftovers_are_the_runs_own_business(root: Path, run: Run) -> None:
     assert "by itself" in stillframe("prune", root, "--leftovers", code=7)
     assert run.tell("save 1100") == "saved"
+
+
+def test_a_range_stands_for_the_steps_that_are_there(root: Path) -> None:
+    stillframe("remove", root, "250-450", 300)
+    assert Catalog(root).steps() == [100, 200, *range(500, 1001, 100)]
+    assert "no step from 250 to 450" in stillframe("remove", root, "250-450", code=3)
+    assert "no step" in stillframe("pin", root, "100-200", code=2)

@@ -45,7 +45,7 @@ def command(
     steps: Annotated[
         list[str] | None,
         typer.Argument(
-            help="Steps: numbers, latest, or -2 for the newest but one. Default: the newest checkpoint.",
+            help="Steps: 100, 100-200, latest, or -2 for the newest but one. Default: the newest checkpoint.",
             metavar="[STEP]...",
             show_default=False,
         ),

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
 
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
     from stillframe.restoring.statistics import Difference
 
 _MARKS = {"changed": "~", "added": "+", "removed": "-", "equal": "="}
+_MOST_ROWS = 30
+"""More are summed up by module."""
+_JOINT = re.compile(r"[/.]")
 
 
 class Only(str, Enum):
@@ -57,12 +61,16 @@ def command(
         str | None, typer.Option(help="With two roots: compare this step. Default: the newest of each.")
     ] = None,
     only: Annotated[Only | None, typer.Option(help="List only these entries.")] = None,
+    all_: Annotated[
+        bool, typer.Option("--all", help=f"List every entry; more than {_MOST_ROWS} are summed up by module otherwise.")
+    ] = False,
     json: Json = False,
 ) -> None:
     """Show what changed between two checkpoints.
 
     Compares two steps of a root, or the newest steps of two roots: which tensors changed and by how much, which values
-    changed, what was added or removed. Data with equal checksums is not read. Exit code 10 if anything differs.
+    changed, what was added or removed. Many are summed up by module. Data with equal checksums is not read. Exit code
+    10 if anything differs.
 
     Examples: stillframe diff runs/gpt 1000 2000; stillframe diff runs/a runs/b --step 1000
     """
@@ -82,7 +90,12 @@ def command(
         summary = ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
         output.say(f"{names[0]} → {names[1]}: {summary}")
         figures = ["differing", "max |Δ|", "|Δ| / |was|"]
-        output.table(["", "path", "was", "is", *figures], [_cells(row) for row in chosen], right=figures)
+        if all_ or len(chosen) <= _MOST_ROWS:
+            output.table(["", "path", "was", "is", *figures], [_cells(row) for row in chosen], right=figures)
+        else:
+            columns = ["", "module", "entries", *figures]
+            output.table(columns, _sums(chosen), right=columns[2:])
+            output.say(f"{len(chosen)} entries, summed up by module: the greatest of each; --all lists every one")
     if counts["equal"] < len(rows):
         sys.exit(DIFFERENT)
 
@@ -126,6 +139,41 @@ def _cells(row: _Row) -> list[str]:
     share = f"{100 * apart.different / max(apart.items, 1):.3g} %"
     figures = ["" if each is None else f"{each:.3g}" for each in (apart.max_abs, apart.relative)]
     return [*cells, now if now != was else "", share, *figures]
+
+
+_Key: TypeAlias = "tuple[Change, str]"
+
+
+def _sums(rows: Sequence[_Row]) -> list[list[str]]:
+    """By what happened, and by as many names of the paths as give few enough rows, for each part of the state."""
+    parts = _modules(rows, 1)
+    shown = {part: {part: found} for part, found in parts.items()}
+    for part, found in parts.items():
+        room = _MOST_ROWS - sum(len(each) for other, each in shown.items() if other != part)
+        deepest = max(len(_JOINT.findall(row.pair.name)) for row in found) + 1
+        finer = (_modules(found, depth) for depth in range(deepest, 0, -1))
+        shown[part] = next(each for each in finer if len(each) <= max(room, 1))
+    return [_sum(*key, found) for each in shown.values() for key, found in each.items()]
+
+
+def _modules(rows: Sequence[_Row], depth: int) -> dict[_Key, list[_Row]]:
+    """By the first ``depth`` names of their paths."""
+    found: dict[_Key, list[_Row]] = {}
+    for row in rows:
+        joints = [joint.start() for joint in _JOINT.finditer(row.pair.name)]
+        module = row.pair.name[: joints[depth - 1]] if len(joints) >= depth else row.pair.name
+        found.setdefault((row.outcome, module), []).append(row)
+    return found
+
+
+def _sum(outcome: Change, module: str, rows: Sequence[_Row]) -> list[str]:
+    apart = [row.difference for row in rows if row.difference is not None]
+    share = f"{100 * sum(each.different for each in apart) / max(sum(each.items for each in apart), 1):.3g} %"
+    figures = [
+        [value for each in apart if (value := getattr(each, name)) is not None] for name in ("max_abs", "relative")
+    ]
+    told = [f"{max(each):.3g}" if each else "" for each in figures]
+    return [_MARKS[outcome], module, str(len(rows)), share if apart else "", *told]
 
 
 def _form(entry: Entry | None) -> str:

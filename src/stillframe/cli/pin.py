@@ -6,7 +6,7 @@ from stillframe.checkpoint import requests
 from stillframe.checkpoint.survey import open_root
 from stillframe.cli import output
 from stillframe.cli.arguments import OneStep, Root
-from stillframe.cli.steps import steps_of
+from stillframe.cli.steps import one_step_of
 
 
 def command(root: Root, step: OneStep) -> None:
@@ -17,5 +17,5 @@ def command(root: Root, step: OneStep) -> None:
     Example: stillframe pin runs/gpt 1000
     """
     catalog = open_root(root)
-    save = requests.pin(catalog, *steps_of(root, [step]))
+    save = requests.pin(catalog, one_step_of(root, step))
     output.say(f"step {save.step} is pinned; `stillframe unpin` undoes it")

@@ -20,7 +20,7 @@ def command(
     steps: Annotated[
         list[str],
         typer.Argument(
-            help="Steps: numbers, latest, or -2 for the newest but one.", metavar="STEP...", show_default=False
+            help="Steps: 100, 100-200, latest, or -2 for the newest but one.", metavar="STEP...", show_default=False
         ),
     ],
     force: Annotated[bool, typer.Option("--force", help="Remove even the newest checkpoint.")] = False,

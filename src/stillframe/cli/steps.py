@@ -1,4 +1,4 @@
-"""How a step is named on the command line: its number, ``latest``, or -2 for the newest but one."""
+"""How a step is named on the command line: its number, ``latest``, or -2 for the newest but one; several: 100-200."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from stillframe.units import format_count
 
 _LATEST = "latest"
 _BACK = re.compile(r"latest~(\d{1,9})")
+_RANGE = re.compile(r"(\d+)-(\d+)")
 
 
 def readable(arguments: Sequence[str]) -> list[str]:
@@ -39,12 +40,26 @@ def step_of(root: str, text: str | None) -> int | None:
     return steps[number]
 
 
-def steps_of(root: str, texts: Sequence[str]) -> list[int]:
+def one_step_of(root: str, text: str) -> int:
     """Raises also :class:`NotFoundError` if there is no newest."""
-    found = []
+    step = step_of(root, text)
+    if step is None and (step := open_root(root).latest()) is None:
+        raise NotFoundError(f"there is no checkpoint in {root}")
+    return step
+
+
+def steps_of(root: str, texts: Sequence[str]) -> list[int]:
+    """Each once.  A range stands for the steps that are there; raises also :class:`NotFoundError` if there are none."""
+    found: list[int] = []
     for text in texts:
-        step = step_of(root, text)
-        if step is None and (step := open_root(root).latest()) is None:
-            raise NotFoundError(f"there is no checkpoint in {root}")
-        found.append(step)
+        several = _RANGE.fullmatch(text)
+        found += _within(root, int(several[1]), int(several[2])) if several else [one_step_of(root, text)]
+    return list(dict.fromkeys(found))
+
+
+def _within(root: str, first: int, last: int) -> list[int]:
+    catalog = open_root(root)
+    found = sorted({save.step for save in catalog.look().saves if first <= save.step <= last})
+    if not found:
+        raise NotFoundError(f"there is no step from {first} to {last} in {catalog.root}")
     return found

@@ -3,10 +3,12 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 LOOPS  ?= .venv-loops
+DIST   ?= .venv-dist
+VERSIONS ?= 3.10 3.11 3.12 3.13 3.14
 # bf16 matmuls can die with SIGILL on virtual machines that show AMX but forbid it.
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE
 
-.PHONY: help demo demo-ranks demo-tiers demo-nodes docs test test-device test-loops test-servers lint torture bench bench-full clean s3-server azure-server
+.PHONY: help demo demo-ranks demo-tiers demo-nodes docs test test-device test-loops test-servers test-versions dist lint torture bench bench-full clean s3-server azure-server
 
 help:
 	@echo "make demo        train a small GPT, kill it, resume it, compare bit for bit (under 3 minutes)"
@@ -17,6 +19,8 @@ help:
 	@echo "make test-device   of these the order of copies on an accelerator made of threads; needs a C++ compiler, no accelerator"
 	@echo "make test-loops    Hugging Face Trainer, TRL, PEFT and Accelerate, killed and resumed; in an environment of its own"
 	@echo "make test-servers  installs real servers: of S3 (Debian, root), of Azure's blobs (npm); without them their tests are skipped"
+	@echo "make test-versions the tests of the core on every supported version of Python that is here"
+	@echo "make dist        wheel and sdist, checked: installed into a clean environment, where a run is killed and resumed"
 	@echo "make bench       what it costs, beside every peer that runs here: the short form, ten minutes"
 	@echo "make bench-full  the whole evaluation, every question, every size"
 	@echo "make docs        writes docs/CLI.md from the commands"
@@ -59,6 +63,28 @@ $(LOOPS)/.installed: pyproject.toml constraints.txt
 
 test-loops: $(LOOPS)/.installed
 	$(LOOPS)/bin/python -m pytest tests/loops tests/integration/test_lightning.py -n 2 --dist worksteal
+
+test-versions:
+	@for version in $(VERSIONS); do \
+	  if command -v python$$version > /dev/null; then $(MAKE) --no-print-directory test-version VERSION=$$version || exit 1; \
+	  else echo "python$$version is not here: skipped"; fi; done
+
+test-version:
+	python$(VERSION) -m venv --clear .venv-$(VERSION)
+	.venv-$(VERSION)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	.venv-$(VERSION)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[core]'
+	.venv-$(VERSION)/bin/python -m pytest tests/unit tests/property tests/store -m "not torture" -n 2 --dist worksteal
+
+dist:
+	rm -rf dist
+	$(PYTHON) -m venv --clear $(DIST)
+	$(DIST)/bin/pip install --quiet --disable-pip-version-check build twine
+	$(DIST)/bin/python -m build --outdir dist .
+	$(DIST)/bin/twine check --strict dist/*
+	$(PYTHON) -m venv --clear $(DIST)/clean
+	$(DIST)/clean/bin/pip install --quiet --disable-pip-version-check -c constraints.txt torch numpy
+	$(DIST)/clean/bin/pip install --quiet --disable-pip-version-check -c constraints.txt dist/*.whl
+	$(DIST)/clean/bin/python tests/installed.py
 
 test-servers: azure-server s3-server
 

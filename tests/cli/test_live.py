@@ -16,7 +16,9 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 
+from stillframe import Checkpointer
 from stillframe.checkpoint.events import event_files, event_key, read_events
 from stillframe.format import events
 from stillframe.keeper import journal
@@ -188,6 +190,20 @@ def test_a_wait_is_told_however_many_updates_follow(tmp_path: Path) -> None:
     told = sum(sorted(update.waited_s for update in history.updates)[-2:])
     assert told == pytest.approx(float(out), rel=0.05)
     assert len(history.updates) < 1100
+
+
+def test_a_report_of_a_run_that_saves_too_often_says_how_often_is_cheap(tmp_path: Path) -> None:
+    weight = torch.nn.Parameter(torch.ones(1000))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    with Checkpointer(tmp_path / "root", arena="64MiB") as checkpointer:
+        for step in range(12):
+            weight.grad = torch.ones(1000)
+            optimizer.step()
+            checkpointer.save(step, {"weight": weight, "optimizer": optimizer})
+    stillframe("report", tmp_path / "root", "-o", tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
+    assert "more than 5 % as dear" in page
+    assert re.search(r"with one save in [\d,]+ iterations, or fewer, it is cheap", page)
 
 
 def test_a_run_without_saves_has_a_report(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import pkgutil
 import statistics
@@ -68,12 +69,30 @@ def _verdict(last: Sequence[RankHistory], slowest: RankHistory | None) -> list[s
         lead.append(f"An iteration during a save took {beside:.2f} × as long as one without.")
     lead.append("Copying and writing also use cores and memory bandwidth; this is not counted.")
     cost = slowest.cost
+    if cost > _CHEAP:
+        lead.append(_advice(slowest))
     kind = "worse" if failed or cost > _DEAR else "warn" if cost > _CHEAP else "good"
     share = "less than 0.1 %" if cost < 0.001 else f"{100 * cost:.2g} %"
     return [
         f'<p class="verdict {kind}">Training was blocked {share} of the time</p>',
         f'<p class="lead">{escape(" ".join(lead))}</p>',
     ]
+
+
+def _advice(shown: RankHistory) -> str:
+    """What would make it cheap."""
+    scale = f"Up to {100 * _CHEAP:g} % is shown as cheap, more than {100 * _DEAR:g} % as dear"
+    iterations_s = [end_s - begin_s for begin_s, end_s in shown.iterations()]
+    if not iterations_s:
+        return f"{scale}: save less often."
+    blocked_s, usual_s = statistics.median(shown.blocked_by().values()), statistics.median(iterations_s)
+    every = math.ceil(blocked_s / (_CHEAP * usual_s))
+    if every < 2:  # a few saves, and not the usual one: the first, say, which plans
+        return f"{scale}. The usual save is cheap; a few were not, most often the first of a run."
+    return (
+        f"{scale}. A save blocks {format_seconds(blocked_s)}, an iteration takes {format_seconds(usual_s)}: with one "
+        f"save in {every:,} iterations, or fewer, it is cheap. Longer iterations hide more of the copy."
+    )
 
 
 def _tiles(found: Survey, slowest: RankHistory | None, now_s: float) -> str:

@@ -88,6 +88,7 @@ def test_leftovers_of_a_killed_run_go(copy: Path) -> None:
     layout.make_torn_step(copy, 50)
     layout.spare(copy).write_bytes(bytes(10))
     text = stillframe("doctor", copy, code=11)
+    assert "\nFIX  " in text
     assert "never committed (steps 50)" in text
     assert "--leftovers" in text
     assert "spare" in text

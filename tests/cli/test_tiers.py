@@ -219,11 +219,11 @@ def test_of_several_that_are_half_there_the_one_is_carried_that_rank_0_names(pai
 
 
 def findings_of_tiers(root: Path, *options: str, code: int = 0) -> list[tuple[str, str, str]]:
-    """(level, what, todo) of those that name a tier."""
+    """(level, what, advice) of those that name a tier."""
     names = [each.root for each in read_record(root).tiers]
     found = answer("doctor", root, *options, code=code)["findings"]
     return [
-        (each["level"], each["what"], each["todo"]) for each in found if any(name in each["what"] for name in names)
+        (each["level"], each["what"], each["advice"]) for each in found if any(name in each["what"] for name in names)
     ]
 
 
@@ -239,11 +239,11 @@ def test_doctor_finishes_what_is_half_there(pair: Pair, lost: tuple[int, ...]) -
     interrupt(pair.tier, 2, *lost)
     if len(lost) == 2:  # nothing but a segment that was not sealed
         layout.stray_segment(layout.step_dir(pair.tier, 2)).write_bytes(b"torn")
-    (_, (level, what, todo)) = findings_of_tiers(pair.root, code=11)
+    (_, (level, what, advice)) = findings_of_tiers(pair.root, code=11)
     assert (level, what) == (
         "problem", f"step 2 in {pair.tier} has {2 - len(lost)} of 2 parts, and nobody carries it"
     )  # fmt: skip
-    assert f"stillframe doctor {pair.root} --finish" in todo
+    assert f"stillframe doctor {pair.root} --finish" in advice
     assert Catalog(pair.tier).steps() == [1], "it only looks"
     found = findings_of_tiers(pair.root, "--finish")
     assert found[0] == ("fine", f"step 2 in {pair.tier} is finished: it is a checkpoint there", "")
@@ -263,11 +263,11 @@ def test_doctor_finishes_from_the_tier_alone_what_the_root_has_removed(pair: Pai
 def test_doctor_says_what_is_missing_if_nobody_has_it(pair: Pair) -> None:
     interrupt(pair.tier, 1, 1)
     shutil.rmtree(layout.step_dir(pair.root, 1))
-    told, _, (level, what, todo) = findings_of_tiers(pair.root, "--finish", code=11)
+    told, _, (level, what, advice) = findings_of_tiers(pair.root, "--finish", code=11)
     assert told[0] == "note"
     assert f"step 1 in {pair.tier} is not finished: the parts of rank 1 are missing" in told[1]
     assert (level, what) == ("problem", f"step 1 in {pair.tier} has 1 of 2 parts, and nobody carries it")
-    assert todo == "the root does not have it: retention of the next run with this tier removes it"
+    assert advice == "the root does not have it: retention of the next run with this tier removes it"
     assert Catalog(pair.tier).steps() == [2]
 
 

@@ -15,7 +15,7 @@ from stillframe.errors import ConfigError
 from stillframe.observe.doctor import Finding, examine
 from stillframe.store import root_address
 
-_MARKS = {"fine": " ok ", "note": "note", "problem": "TODO", "damage": "BAD "}
+_MARKS = {"fine": " ok ", "note": "note", "problem": "FIX ", "damage": "BAD "}
 
 
 def command(
@@ -60,8 +60,8 @@ def command(
     else:
         for finding in findings:
             output.say(f"{_MARKS[finding.level]} {finding.what}")
-            if finding.todo:
-                output.say(f"     → {finding.todo}")
+            if finding.advice:
+                output.say(f"     → {finding.advice}")
     levels = {finding.level for finding in findings}
     if levels & {"damage", "problem"}:
         sys.exit(DAMAGED if "damage" in levels else TO_DO)

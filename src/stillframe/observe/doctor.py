@@ -26,7 +26,7 @@ _PASSED = "restore takes another step"
 class Finding:
     level: Level
     what: str
-    todo: str = ""
+    advice: str = ""
     """Empty if nothing is to be done."""
 
 
@@ -45,15 +45,15 @@ def _checkpoints(found: Survey) -> list[Finding]:
     else:
         findings = [Finding("note", "there is no committed checkpoint")]
     for each in found.with_state("damaged"):
-        todo = f"bring the files back, or set it aside: stillframe doctor {found.root} --quarantine"
-        findings.append(Finding("damage", f"step {each.step} is damaged: {each.reason}", f"{todo}; {_PASSED}"))
+        advice = f"bring the files back, or set it aside: stillframe doctor {found.root} --quarantine"
+        findings.append(Finding("damage", f"step {each.step} is damaged: {each.reason}", f"{advice}; {_PASSED}"))
     for each in found.with_state("quarantined"):
-        todo = f"stillframe remove {found.root} {each.step}; or repair it and remove aside.json in its directory"
-        findings.append(Finding("damage", f"step {each.step} is quarantined: {each.reason}", f"{todo}; {_PASSED}"))
+        advice = f"stillframe remove {found.root} {each.step}; or repair it and remove aside.json in its directory"
+        findings.append(Finding("damage", f"step {each.step} is quarantined: {each.reason}", f"{advice}; {_PASSED}"))
     for each in committed:
         if each.reason:
-            todo = f"stillframe remove {found.root} {each.step}; {_PASSED}"
-            findings.append(Finding("damage", f"step {each.step}: {each.reason}", todo))
+            advice = f"stillframe remove {found.root} {each.step}; {_PASSED}"
+            findings.append(Finding("damage", f"step {each.step}: {each.reason}", advice))
     beside = found.with_state("abandoned", "superseded")
     if beside:
         what = f"{format_count(len(beside), 'checkpoint')} off the branch ({_size(beside)}): see `list --all`"
@@ -102,8 +102,8 @@ def _writers(found: Survey) -> list[Finding]:
         findings.append(Finding("note", f"{owner.doing}: {who}"))
     for rank, owner in {**found.last_words, **found.owners}.items():
         if owner.failure:
-            todo = "remove the cause; the next run reports this failure as well"
-            findings.append(Finding("problem", f"the last save of rank {rank} failed: {owner.failure}", todo))
+            advice = "remove the cause; the next run reports this failure as well"
+            findings.append(Finding("problem", f"the last save of rank {rank} failed: {owner.failure}", advice))
     return findings
 
 
@@ -113,8 +113,8 @@ def _tiers(found: Survey) -> list[Finding]:
     for view in look_at_tiers(found):
         findings += [_tier(view, found.latest), *_writing(view, found, troubles.get(view.root))]
         if view.left:
-            todo = f"restore() goes on from there; is {found.root} the root of an older run?"
-            findings.append(Finding("problem", do_not_count(view.left, found.root, view.root), todo))
+            advice = f"restore() goes on from there; is {found.root} the root of an older run?"
+            findings.append(Finding("problem", do_not_count(view.left, found.root, view.root), advice))
         for save, held in sorted(view.held.items()):
             what = f"step {save.step} in {view.root} has {held.parts} of {held.of or '?'} parts"
             if held.state == "damaged":
@@ -126,7 +126,7 @@ def _tiers(found: Survey) -> list[Finding]:
             elif held.state == "partial" and found.owners:
                 findings.append(Finding("note", f"{what}; the run that is active here finishes it, or removes it"))
             elif held.state == "partial":
-                findings.append(Finding("problem", f"{what}, and nobody carries it", _todo(found, save, held)))
+                findings.append(Finding("problem", f"{what}, and nobody carries it", _advice(found, save, held)))
     return findings
 
 
@@ -154,23 +154,23 @@ def _writing(view: TierView, found: Survey, failing: Standing | None) -> list[Fi
     findings = []
     if failing is not None:
         now = "nothing gets to" if found.owners else "the last run could not write to"
-        todo = f"remove the cause; the next run carries on, or now: stillframe copy {found.root} {view.root}"
+        advice = f"remove the cause; the next run carries on, or now: stillframe copy {found.root} {view.root}"
         if failing.is_over:
-            todo = "give the run a tier of its own"
+            advice = "give the run a tier of its own"
         elif found.owners:
-            todo = "remove the cause: the run tries it again by itself"
-        findings.append(Finding("problem", f"{now} the tier {view.root}: {failing.trouble}", todo))
+            advice = "remove the cause: the run tries it again by itself"
+        findings.append(Finding("problem", f"{now} the tier {view.root}: {failing.trouble}", advice))
     if view.trouble or is_url(view.root):
         return findings
     free, need = _free(view.root), _need(found)
     if free < need:
-        todo = f"make room: stillframe prune {view.root} --keep-last 1; or give Tier(…, keep=…)"
+        advice = f"make room: stillframe prune {view.root} --keep-last 1; or give Tier(…, keep=…)"
         what = f"the tier {view.root} has {format_bytes(free)} free, but a checkpoint takes {format_bytes(need)}"
-        findings.append(Finding("problem", what, todo))
+        findings.append(Finding("problem", what, advice))
     return [*findings, *(each for each in _permissions(view.root, f"the tier {view.root}") if each.level != "fine")]
 
 
-def _todo(found: Survey, save: SaveId, held: Held) -> str:
+def _advice(found: Survey, save: SaveId, held: Held) -> str:
     has_it = any(each.save == save for each in found.with_state("committed", "abandoned", "superseded"))
     if not has_it and held.parts != held.of:
         return "the root does not have it: retention of the next run with this tier removes it"

@@ -48,7 +48,7 @@ def _set_aside(catalog: Catalog, verdict: Verdict) -> Finding | None:
     confirmed = confirm(catalog, verdict)
     if not confirmed:
         what = f"step {verdict.step} was damaged when it was read, and whole when it was read again"
-        todo = f"check the memory and the storage of this machine: {verdict.damages[0].message}"
-        return Finding("problem", what, todo)
+        advice = f"check the memory and the storage of this machine: {verdict.damages[0].message}"
+        return Finding("problem", what, advice)
     quarantine(catalog, verdict.save, confirmed)
     return None

@@ -4,6 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 LOOPS  ?= .venv-loops
 DIST   ?= .venv-dist
+SITE   ?= .venv-docs
 VERSIONS ?= 3.10 3.11 3.12 3.13 3.14
 # bf16 matmuls can die with SIGILL on virtual machines that show AMX but forbid it.
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE
@@ -23,7 +24,7 @@ help:
 	@echo "make dist        wheel and sdist, checked: installed into a clean environment, where a run is killed and resumed"
 	@echo "make bench       what it costs, beside every peer that runs here: the short form, ten minutes"
 	@echo "make bench-full  the whole evaluation, every question, every size"
-	@echo "make docs        writes docs/CLI.md from the commands"
+	@echo "make docs        writes docs/CLI.md and docs/API.md from the code, and builds the documentation in site/"
 	@echo "make torture     200 random SIGKILLs of a real training run, 75 through DCP and DeepSpeed, each resumed and compared; power cuts, replayed"
 
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -45,8 +46,16 @@ demo-tiers: $(VENV)/.installed
 demo-nodes: $(VENV)/.installed
 	$(BIN)/python demo/nodes.py
 
-docs: $(VENV)/.installed
+docs: $(VENV)/.installed $(SITE)/.installed
 	$(BIN)/python -m stillframe.cli.document > docs/CLI.md
+	$(BIN)/python -m docs.reference > docs/API.md
+	NO_MKDOCS_2_WARNING=1 $(SITE)/bin/mkdocs build --strict  # with --quiet it would not count warnings
+	@echo "open site/index.html"
+
+$(SITE)/.installed: docs/requirements.txt
+	$(PYTHON) -m venv $(SITE)
+	$(SITE)/bin/pip install --quiet --disable-pip-version-check -r docs/requirements.txt
+	touch $@
 
 test: lint
 	$(BIN)/python -m pytest -m "not torture" -n 2 --dist worksteal
@@ -121,4 +130,4 @@ bench-full: $(VENV)/.peers
 	$(BIN)/python -m benchmarks
 
 clean:
-	rm -rf $(VENV) $(LOOPS) .pytest_cache .mypy_cache .ruff_cache .hypothesis runs
+	rm -rf $(VENV) $(LOOPS) $(SITE) site .pytest_cache .mypy_cache .ruff_cache .hypothesis runs

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import datetime
-import importlib
 import inspect
+import os
 import re
 import signal
 import socket
@@ -20,13 +19,12 @@ from stillframe.cli.document import document
 from tests.support import make_model
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
-README = (REPOSITORY / "README.md").read_text()
-BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
 def names(model: torch.nn.Module, steps: int) -> dict[str, Any]:
-    """What the README's loop takes for granted."""
+    """What the loops of README and guides take for granted."""
     optimizer = torch.optim.AdamW(model.parameters())
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(8, 32)), batch_size=4, shuffle=True)
 
     def train_forward_backward(_: object) -> Any:
         loss = model(torch.randn(4, 32)).square().mean()
@@ -35,66 +33,29 @@ def names(model: torch.nn.Module, steps: int) -> dict[str, Any]:
         return loss
 
     return {
-        "model": model, "optimizer": optimizer, "steps": steps, "loader_state": {"position": 0},
+        "model": model, "optimizer": optimizer, "steps": steps, "loader_state": {"position": 0}, "loader": loader,
         "scheduler": torch.optim.lr_scheduler.ConstantLR(optimizer), "train_forward_backward": train_forward_backward,
     }  # fmt: skip
 
 
-def test_the_loop_of_the_readme_trains_and_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("document", ["README.md", "docs/index.md"])
+def test_the_first_loop_trains_and_resumes(document: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    block = re.findall(r"```python\n(.*?)```", (REPOSITORY / document).read_text(), re.DOTALL)[0]
     monkeypatch.chdir(tmp_path)
-    exec(BLOCKS[0], names(make_model(), 3))
-    assert stillframe.Catalog("runs/gpt").latest() == 2
-    second = names(make_model(), 5)
-    exec(BLOCKS[0], second)
-    assert second["report"].step == 2
-    assert stillframe.Catalog("runs/gpt").steps() == [2, 3, 4]
-
-
-def test_the_everyday_lines_of_the_readme_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-    class Vocabulary:
-        pass
-
-    model = make_model()
-    state = {"model": model}
-    with stillframe.Checkpointer("runs/gpt") as checkpointer:
-        checkpointer.save(1000, state).wait()
-        scope = {
-            "stillframe": stillframe, "checkpointer": checkpointer, "state": state, "step": 1001, "root": "other",
-            "Vocabulary": Vocabulary, "encode": vars, "decode": Vocabulary, "loader": [1, 2],
-        }  # fmt: skip
-        (block,) = [each for each in BLOCKS if "register_leaf" in each]
-        lines = block.replace("stillframe.Checkpointer(root", "made = stillframe.Checkpointer(root")
-        exec(lines, scope)
-        made = scope["made"]
-        assert isinstance(made, stillframe.Checkpointer)
-        made.close()
-
-
-def test_the_dcp_lines_of_the_readme_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (block,) = [each for each in BLOCKS if "Stager" in each]
-    state = make_model().state_dict()
-    dist: Any = torch.distributed
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        dcp = importlib.import_module("torch.distributed.checkpoint")
-        scope: dict[str, Any] = {"dcp": dcp, "dist": dist, "state_dict": state, "stillframe": stillframe}
-        exec(block, scope)
-        scope["saved"].upload_completion.result()
-    finally:
-        dist.destroy_process_group()
-    assert stillframe.Catalog("runs/7b").steps() == [0, 100, 101]
+    exec(block, {**names(make_model(), 0), "epochs": 2})  # of two batches each
+    assert stillframe.Catalog("runs/gpt").steps() == [1, 2, 3]
+    second = {**names(make_model(), 0), "epochs": 3}
+    exec(block, second)
+    assert (second["step"], second["batches"].epoch) == (6, 3)
+    assert stillframe.Catalog("runs/gpt").steps() == [3, 4, 5]
 
 
 def test_the_lines_on_tiers_run(tmp_path: Path) -> None:
     text = (REPOSITORY / "docs/guides/tiers.md").read_text()
     blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    blocks += [block for block in BLOCKS if "stillframe.Tier(" in block]
     for place in ("/nvme/", "/lustre/", "s3://bucket/"):  # no such disks here
         blocks = [block.replace(f'"{place}', f'"{tmp_path}/{place.strip("/").split("/")[-1]}/') for block in blocks]
-    begin, wait, back, stop, readme = blocks
+    begin, wait, back, stop = blocks
     node, lustre, bucket = (
         tmp_path / name for name in (f"nvme/{socket.gethostname()}/gpt", "lustre/gpt", "bucket/gpt")
     )
@@ -111,14 +72,13 @@ def test_the_lines_on_tiers_run(tmp_path: Path) -> None:
     assert (scope["report"].step, scope["report"].source) == (200, str(node))
     assert end_by_signal(stop, {**scope, "steps": 1000}) == 143
     assert stillframe.Catalog(node).latest() == 201
-    exec(readme, {**scope, "stillframe": stillframe, "datetime": datetime, "step": 300})
-    assert stillframe.Catalog(lustre).latest() == 300
 
 
-def end_by_signal(code: str, scope: dict[str, Any]) -> object:
+def end_by_signal(code: str, scope: dict[str, Any], before: str = "loss = ") -> object:
     """Runs it, with a SIGTERM in its first step; what it leaves with."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
-    code = code.replace("loss = ", "__import__('os').kill(__import__('os').getpid(), 15)\n        loss = ")
+    code = re.sub(rf"^( +){re.escape(before)}", rf"\1os.kill(os.getpid(), 15)\n\1{before}", code, flags=re.MULTILINE)
+    scope = {**scope, "os": os}
     try:
         with pytest.raises(SystemExit) as left:
             exec(code, scope)

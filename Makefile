@@ -50,7 +50,7 @@ docs: $(VENV)/.installed $(SITE)/.installed
 	$(BIN)/python -m stillframe.cli.document > docs/CLI.md
 	$(BIN)/python -m docs.reference > docs/API.md
 	NO_MKDOCS_2_WARNING=1 $(SITE)/bin/mkdocs build --strict  # with --quiet it would not count warnings
-	@echo "open site/index.html"
+	@echo "open site/index.html, or, with search: python -m http.server --bind 127.0.0.1 -d site"
 
 $(SITE)/.installed: docs/requirements.txt
 	$(PYTHON) -m venv $(SITE)

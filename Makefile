@@ -75,14 +75,16 @@ test-loops: $(LOOPS)/.installed
 
 test-versions:
 	@for version in $(VERSIONS); do \
-	  if command -v python$$version > /dev/null; then $(MAKE) --no-print-directory test-version VERSION=$$version || exit 1; \
+	  if python$$version -c "" 2> /dev/null; then $(MAKE) --no-print-directory test-version VERSION=$$version || exit 1; \
 	  else echo "python$$version is not here: skipped"; fi; done
 
+# test_pointers.py is about DeepSpeed, which is not of the core.
 test-version:
 	python$(VERSION) -m venv --clear .venv-$(VERSION)
 	.venv-$(VERSION)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	.venv-$(VERSION)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[core]'
-	.venv-$(VERSION)/bin/python -m pytest tests/unit tests/property tests/store -m "not torture" -n 2 --dist worksteal
+	.venv-$(VERSION)/bin/python -m pytest tests/unit tests/property tests/store --ignore tests/unit/test_pointers.py \
+	  -m "not torture" -n 2 --dist worksteal
 
 dist:
 	rm -rf dist

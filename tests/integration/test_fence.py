@@ -13,7 +13,7 @@ import torch
 
 import stillframe
 from stillframe import Checkpointer, spi
-from stillframe.save.fence import hook
+from stillframe.save.fence import OptimizerFence, hook
 from tests.support import assert_same, make_model, pause, train_step
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -86,6 +86,96 @@ def test_the_update_waits_for_a_save_that_staging_has_not_begun(tmp_path: Path) 
         assert checkpointer.stats().arena_wait_s > 0.2
     for step in (1, 2):
         assert stillframe.load(tmp_path, step)["weights"].count_nonzero() == 0
+
+
+def test_a_closure_runs_before_the_update_waits(tmp_path: Path) -> None:
+    """The save is copied only because the closure, which is forward and backward, lets the keeper go on."""
+    weights = torch.nn.Parameter(torch.zeros(9_000_000))
+    optimizer = torch.optim.SGD([weights], lr=1.0)
+    with Checkpointer(tmp_path, arena="48MiB") as checkpointer:
+        checkpointer.save(0, {"weights": weights}).wait()
+        keeper = spi.keeper_pid(checkpointer)
+        assert keeper is not None
+        pause(keeper)
+        checkpointer.save(1, {"weights": weights}).wait("staged")
+        second = checkpointer.save(2, {"weights": weights})
+        seen = []
+
+        def closure() -> float:
+            seen.append(second.phase)
+            os.kill(keeper, signal.SIGCONT)
+            weights.grad = torch.ones_like(weights)
+            return 0.0
+
+        optimizer.step(closure)
+        assert seen == ["captured"]
+    assert stillframe.load(tmp_path, 2)["weights"].count_nonzero() == 0
+
+
+def tensors(node: Any) -> list[Any]:
+    if isinstance(node, dict | list | tuple):
+        return [each for part in (node.values() if isinstance(node, dict) else node) for each in tensors(part)]
+    return [node] if isinstance(node, torch.Tensor) else []
+
+
+def _of_torch() -> list[type[torch.optim.Optimizer]]:
+    kinds = [each for each in vars(torch.optim).values() if isinstance(each, type)]
+    return [each for each in kinds if issubclass(each, torch.optim.Optimizer) and each is not torch.optim.Optimizer]
+
+
+@pytest.mark.parametrize("kind", _of_torch(), ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("is_named", [True, False])
+def test_no_optimizer_of_torch_changes_anything_before_its_closure(kind: Any, is_named: bool) -> None:
+    weights = torch.nn.Parameter(torch.ones(4, 4))
+    optimizer = kind([weights])
+    called, seen = list[str](), list[Any]()
+    now = {"weights": weights, "optimizer": optimizer}
+
+    def look() -> None:
+        called.append("fence")
+        seen.append(copy(now))
+
+    def closure() -> torch.Tensor:
+        called.append("closure")
+        optimizer.zero_grad()
+        loss = weights.pow(4).sum()
+        loss.backward()
+        if kind is torch.optim.SparseAdam:
+            weights.grad = torch.ones(4, 4).to_sparse()
+        return loss
+
+    fence = OptimizerFence(look)
+    try:
+        for _ in range(2):  # the second time its state is there
+            before = copy(now)
+            optimizer.step(closure=closure) if is_named else optimizer.step(closure)
+            assert called[:2] == ["closure", "fence"]
+            assert called.count("fence") == 1
+            assert not torch.equal(weights, before["weights"])
+            assert_same(tensors(seen.pop()), tensors(before))  # numbers are kept by save() itself
+            called.clear()
+        with pytest.raises(ZeroDivisionError):
+            optimizer.step(lambda: 1 / 0)
+        assert called == []  # nothing was changed
+    finally:
+        fence.remove()
+
+
+def test_an_optimizer_of_another_kind_waits_before_its_closure() -> None:
+    class Perturbing(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            called.append("change")
+            return super().step(closure)
+
+    called: list[str] = []
+    weights = torch.nn.Parameter(torch.ones(4))
+    fence = OptimizerFence(lambda: called.append("fence"))
+    try:
+        Perturbing([weights], lr=0.1).step(lambda: called.append("closure"))
+    finally:
+        fence.remove()
+    assert called[:2] == ["fence", "change"]
+    assert called[-1] == "closure"
 
 
 def test_several_optimizers_and_gradient_accumulation(tmp_path: Path) -> None:

@@ -6,6 +6,10 @@ one to two microseconds when nothing is pending.  Not covered, because torch cal
 written by hand, ``load_state_dict``, and replays of captured graphs (:mod:`stillframe.save.graphs`);
 ``Checkpointer.fence()`` is for those, and :mod:`stillframe.save.versions` finds most that lack it.
 
+Where ``step`` is given a closure, forward and backward are in it, as always under Lightning.  torch's own optimizers
+call it before they change anything: so there the fence is behind the closure's first call.  Other optimizers may change
+parameters before they call it: there the fence comes first.
+
 A compiled step has the fence in its graph (:mod:`stillframe.save.compiled`), or between two graphs.
 """
 
@@ -101,12 +105,38 @@ class _Hook:
 hook = _Hook()
 
 
-def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:  # noqa: ARG001
-    """What torch calls; what it compiles, too."""
+def _before_step(optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    """What torch calls; what it compiles, too.  Returns other arguments for the step, or ``None``."""
     if not torch.compiler.is_compiling():
+        if _calls_closure_first(optimizer):
+            if len(args) > 1 and callable(args[1]):
+                return (args[0], _fenced(optimizer, args[1]), *args[2:]), kwargs
+            if callable(kwargs.get("closure")):
+                return args, {**kwargs, "closure": _fenced(optimizer, kwargs["closure"])}
         _fence(optimizer)
     elif not compiled.fence_in_graph(optimizer):
         _fence_between_graphs(optimizer)
+    return None
+
+
+def _calls_closure_first(optimizer: Any) -> bool:
+    """Whether its ``step`` is one of torch's own; a subclass may have inherited it."""
+    return str(type(optimizer).step.__module__).startswith("torch.optim.")
+
+
+def _fenced(optimizer: Any, closure: Callable[[], Any]) -> Callable[[], Any]:
+    """A closure behind whose first call the fence is: those that follow are of the same update."""
+    is_fenced = False
+
+    def call() -> Any:
+        nonlocal is_fenced
+        loss = closure()
+        if not is_fenced:
+            _fence(optimizer)
+            is_fenced = True
+        return loss
+
+    return call
 
 
 def _fence(optimizer: Any) -> None:

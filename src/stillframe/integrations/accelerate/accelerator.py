@@ -15,18 +15,18 @@ import copy
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
 
 import stillframe
 from stillframe import Catalog, Checkpointer, Save, TrainState, spi
 from stillframe.errors import ConfigError, NotFoundError, StillframeError
 from stillframe.integrations.accelerate.loaders import Numbers, Position
+from stillframe.integrations.frameworks import agreed
 from stillframe.store import files
 
 logger = logging.getLogger("stillframe")
@@ -82,7 +82,7 @@ class StillframeAccelerator(Accelerator):  # type: ignore[misc]
         self._positions: list[Position] = []
         self._seen: dict[int, str] = {}
         """The directories of checkpoints, by step, that have been there."""
-        self._next_step = self._agreed(self._find_next)
+        self._next_step = agreed(self._find_next)
         self._checkpointer = Checkpointer(self._root, **options)
         for each in self._dataloaders:
             self._position(each)
@@ -101,19 +101,6 @@ class StillframeAccelerator(Accelerator):  # type: ignore[misc]
     def _see(self, step: int, directory: str) -> None:
         if spi.save_of(directory) is not None:
             self._seen[step] = directory
-
-    def _agreed(self, find: Callable[[], Any]) -> Any:
-        """What rank 0 finds; if it raises, so do all."""
-        found: list[Any] = [None]
-        if self.is_main_process:
-            try:
-                found = [find()]
-            except StillframeError as error:
-                found = [error]
-        broadcast_object_list(found)
-        if isinstance(found[0], StillframeError):
-            raise found[0]
-        return found[0]
 
     # --- what is saved -----------------------------------------------------------------------
 
@@ -239,7 +226,7 @@ class StillframeAccelerator(Accelerator):  # type: ignore[misc]
         """
         with contextlib.suppress(StillframeError):  # what failed was told
             self._checkpointer.wait()
-        source = None if input_dir is None else self._agreed(lambda: self._source(input_dir))
+        source = None if input_dir is None else agreed(lambda: self._source(input_dir))
         if input_dir is not None and source is None:
             self._numbers.is_due = False
             for each in self._positions:
@@ -255,7 +242,7 @@ class StillframeAccelerator(Accelerator):  # type: ignore[misc]
         if report.step is None:
             logger.info("%s has no checkpoint yet: training begins", self._root)
             return
-        self.project_configuration.iteration = self._agreed(self._find_iteration)
+        self.project_configuration.iteration = agreed(self._find_iteration)
 
     def _source(self, input_dir: Any) -> tuple[str, int] | None:
         """The root and the step that a directory stands for; ``None``: if it is there, Accelerate has written it."""

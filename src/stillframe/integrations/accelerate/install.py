@@ -11,9 +11,9 @@ from accelerate.utils import DistributedType
 from stillframe import Checkpointer
 from stillframe.errors import ConfigError
 from stillframe.integrations.accelerate.accelerator import StillframeAccelerator
+from stillframe.integrations.frameworks import check_version, put_between, refuse
 
 TESTED = "1.15"
-"""The version that is tested: what is overridden there has no promise to stay."""
 _ALIKE = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 
 
@@ -44,11 +44,7 @@ def attach(
         raise ConfigError("attach(accelerator): it is attached already")
     if skip not in ("exact", "fast"):
         raise ConfigError(f"skip={skip!r}: give 'exact' or 'fast'")
-    if accelerate.__version__.split(".")[:2] != TESTED.split("."):
-        raise ConfigError(
-            f"accelerate {accelerate.__version__} was not tested with stillframe, which reads what Accelerate does not "
-            f"promise to keep: install accelerate {TESTED}, or do not attach"
-        )
+    check_version(accelerate, TESTED, "do not attach")
     check_accelerator(accelerator, options)
     if root is None:
         if accelerator.project_dir is None:
@@ -58,8 +54,7 @@ def attach(
         raise ConfigError(
             f"attach(accelerator, {os.fspath(root)!r}): give a directory that all ranks see; tiers= go further"
         )
-    bases = (StillframeAccelerator,) if kind is accelerate.Accelerator else (kind, StillframeAccelerator)
-    accelerator.__class__ = type(kind.__name__, bases, {"__module__": kind.__module__, "__doc__": kind.__doc__})
+    put_between(accelerator, StillframeAccelerator, accelerate.Accelerator)
     try:
         checkpointer: Checkpointer = accelerator.begin(os.fspath(root), skip, {"on_error": "warn", **options})
     except BaseException:
@@ -87,6 +82,4 @@ def check_accelerator(accelerator: Any, options: dict[str, Any]) -> None:
             "total_limit says how many stay",
         ),
     }
-    for name, (is_set, hint) in wrong.items():
-        if is_set:
-            raise ConfigError(f"{name} does not go with stillframe's attach(accelerator): {hint}")
+    refuse("attach(accelerator)", wrong)

@@ -7,11 +7,11 @@ import os
 import sys
 from typing import Any, Literal
 
-import torch.distributed as dist
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO as LightningCheckpointIO
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 
 from stillframe.errors import ConfigError, StillframeError
+from stillframe.integrations.frameworks import agreed
 from stillframe.integrations.lightning import hooks
 from stillframe.integrations.lightning.directory import Directory, find, read, settle
 from stillframe.integrations.lightning.loaders import Position
@@ -79,29 +79,17 @@ class CheckpointIO(LightningCheckpointIO):  # type: ignore[misc]  # mypy is told
         Raises: :class:`IntegrityError`, :class:`NotFoundError`, :class:`StorageError`; ``FileNotFoundError``.
         """
         fence()  # what was requested is copied before the loaded values replace it
-        found = self._agree(os.fspath(path))
+        found = agreed(lambda: self._find(os.fspath(path)))  # rank 0's saves appear there
         if found is None:
             return self._plain.load_checkpoint(path, map_location, weights_only)
         return read(os.fspath(path), found, map_location, weights_only)
 
-    def _agree(self, path: str) -> Any:
-        """What rank 0 finds at a path: its saves appear there."""
-        is_alone = not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1
-        said: list[Any] = [None]
-        if is_alone or dist.get_rank() == 0:
-            try:
-                if "://" not in path:
-                    directory, _ = self._place(path)
-                    directory.wait()
-                    settle(directory.path)
-                said = [find(path)]
-            except StillframeError as error:
-                said = [error]
-        if not is_alone:
-            dist.broadcast_object_list(said, 0)
-        if isinstance(said[0], StillframeError):
-            raise said[0]
-        return said[0]
+    def _find(self, path: str) -> Any:
+        if "://" not in path:
+            directory, _ = self._place(path)
+            directory.wait()
+            settle(directory.path)
+        return find(path)
 
     def remove_checkpoint(self, path: Any) -> None:
         """It goes once the saves requested until now are committed; one that is not committed yet, too."""

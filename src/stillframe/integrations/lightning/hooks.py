@@ -27,6 +27,7 @@ from lightning.pytorch.trainer.connectors.checkpoint_connector import _Checkpoin
 from lightning.pytorch.trainer.states import TrainerFn
 
 from stillframe.errors import ConfigError
+from stillframe.integrations.frameworks import check_version
 from stillframe.integrations.lightning.directory import find, read, settle
 
 TESTED = "2.6"
@@ -40,11 +41,7 @@ def install() -> None:
 
     Raises: :class:`ConfigError` for versions that were not tested.
     """
-    if lightning.__version__.split(".")[:2] != TESTED.split("."):
-        raise ConfigError(
-            f"lightning {lightning.__version__} was not tested with stillframe, which wraps private functions of it: "
-            f"install lightning {TESTED}, or train without CheckpointIO()"
-        )
+    check_version(lightning, TESTED, "train without CheckpointIO()")
     if _wrapped:
         return
     for owner, name, function in _HOOKS:

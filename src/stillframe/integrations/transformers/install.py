@@ -10,10 +10,10 @@ import transformers
 from transformers.trainer_utils import HubStrategy
 
 from stillframe.errors import ConfigError
+from stillframe.integrations.frameworks import check_version, put_between, refuse
 from stillframe.integrations.transformers.trainer import StillframeTrainer
 
 TESTED = {"transformers": "5.22", "accelerate": "1.15", "trl": "1.16", "peft": "0.21"}
-"""The versions that are tested: what is overridden there has no promise to stay."""
 
 
 def install(trainer: transformers.Trainer, **options: Any) -> None:
@@ -34,8 +34,7 @@ def install(trainer: transformers.Trainer, **options: Any) -> None:
     check_versions(kind)
     check_arguments(trainer)
     if not issubclass(kind, StillframeTrainer):
-        bases = (StillframeTrainer,) if kind is transformers.Trainer else (kind, StillframeTrainer)
-        trainer.__class__ = type(kind.__name__, bases, {"__module__": kind.__module__, "__doc__": kind.__doc__})
+        put_between(trainer, StillframeTrainer, transformers.Trainer)
     assert isinstance(trainer, StillframeTrainer)
     trainer.stillframe_options = {"on_error": "warn", **options}
 
@@ -44,12 +43,7 @@ def check_versions(kind: type) -> None:
     """Of the packages that this trainer consists of, and of PEFT if it is in use.  Raises :class:`ConfigError`."""
     used = {each.__module__.partition(".")[0] for each in kind.__mro__} | {accelerate.__name__, "peft"}
     for name in sorted(used & TESTED.keys() & sys.modules.keys()):
-        version = sys.modules[name].__version__
-        if version.split(".")[:2] != TESTED[name].split("."):
-            raise ConfigError(
-                f"{name} {version} was not tested with stillframe, which overrides private methods of Trainer: install "
-                f"{name} {TESTED[name]}, or train without install()"
-            )
+        check_version(sys.modules[name], TESTED[name], "train without install()")
 
 
 def check_arguments(trainer: Any) -> None:
@@ -67,8 +61,6 @@ def check_arguments(trainer: Any) -> None:
             "nobody could resume from a checkpoint on the Hub: give 'every_save' or 'end'",
         ),
     }
-    for name, (is_set, hint) in wrong.items():
-        if is_set:
-            raise ConfigError(f"{name} does not go with stillframe's install(trainer): {hint}")
+    refuse("install(trainer)", wrong)
     if len(getattr(trainer.model, "peft_config", {})) > 1:
         raise ConfigError("a PEFT model with several adapters does not go with install(trainer): it was not tried")

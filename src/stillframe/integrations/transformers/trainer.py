@@ -24,7 +24,8 @@ from transformers.trainer_utils import get_last_checkpoint as _last
 
 import stillframe
 from stillframe import Catalog, Checkpointer, Save, spi
-from stillframe.errors import ConfigError, NotFoundError, StillframeError
+from stillframe.errors import ConfigError, NotFoundError
+from stillframe.integrations.frameworks import agreed
 from stillframe.integrations.transformers.model import ModelPart
 from stillframe.store import files
 
@@ -59,7 +60,7 @@ class StillframeTrainer(Trainer):
         """As Trainer's; ``resume_from_checkpoint=True`` also where there is none yet: then training begins."""
         if trial is not None:
             raise ConfigError("a search for hyperparameters does not go with install(trainer): it was not tried")
-        self._source, path = self._agree(resume_from_checkpoint)
+        self._source, path = agreed(lambda: self._find(resume_from_checkpoint))
         self._rng = stillframe.RNG()
         self._part = ModelPart(self)
         self._requested: set[int] = set()
@@ -75,22 +76,8 @@ class StillframeTrainer(Trainer):
                 files.write_file(os.path.join(scratch, TRAINER_STATE_NAME), told[_OURS]["state"].encode())
             return super().train(path, trial, ignore_keys_for_eval)
 
-    def _agree(self, resume: Any) -> tuple[tuple[str, int] | None, str | None]:
-        """What rank 0 finds to resume from: a root with a step, or a directory of Trainer's own; the same on all."""
-        found: list[Any] = [None]
-        if self.args.process_index == 0:
-            try:
-                found = [self._find(resume)]
-            except StillframeError as error:
-                found = [error]
-        if self.args.world_size > 1:
-            dist.broadcast_object_list(found, 0)
-        if isinstance(found[0], StillframeError):
-            raise found[0]
-        source, path = found[0]
-        return source, path
-
     def _find(self, resume: Any) -> tuple[tuple[str, int] | None, str | None]:
+        """What to resume from: a root with a step, or a directory of Trainer's own."""
         spi.wait_finished(self._root)
         newest = Catalog(self._root).latest()
         if resume is True:

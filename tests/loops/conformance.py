@@ -23,10 +23,6 @@ import pytest
 from stillframe import Catalog
 from tests.loops.driving import STEPS, Living, Result, Wish, die, live
 
-DISK_KIB = 2200
-"""Room for the first checkpoints of a run, and not for all."""
-
-
 def assert_goes_on(result: Result, calm: Result) -> None:
     """It ended as the run left alone, and saw the last of that one's samples, in order."""
     for field in ("parameters", "optimizer", "scheduler", "numbers"):
@@ -52,6 +48,8 @@ class Conformance:
     """After which saves: within the first epoch, and at its end."""
     ranks: ClassVar[int] = 2
     """On how many ranks it is tried, too; 1: the framework has one only."""
+    disk_kib: ClassVar[int] = 2200
+    """Room for the first checkpoints of a run, and not for all."""
 
     @staticmethod
     def root(place: Path) -> Path:
@@ -119,7 +117,7 @@ class Conformance:
     def test_a_full_disk_costs_saves_and_neither_training_nor_older_ones(self, tmp_path: Path) -> None:
         kind, disk = self.kinds[0], tmp_path / "disk"
         disk.mkdir()
-        options = ["-t", "tmpfs", "-o", f"size={DISK_KIB}k", "none", str(disk)]
+        options = ["-t", "tmpfs", "-o", f"size={self.disk_kib}k", "none", str(disk)]
         if os.geteuid() != 0 or subprocess.run(["mount", *options], capture_output=True).returncode != 0:
             pytest.skip("mounting is not permitted here")
         try:

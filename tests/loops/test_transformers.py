@@ -100,6 +100,7 @@ class TestTuning(Conformance):
 
     module = "tests.loops.test_transformers"
     kinds = ("sft",)
+    disk_kib = 600
 
     @staticmethod
     def read(path: Path) -> str:

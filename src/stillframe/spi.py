@@ -11,6 +11,7 @@ state dicts  LiveState: one that stands still until the next update; versions_of
 values       storable: whether a value comes back as it was; is_wrapper: whether a tensor wraps others;
              load_rank: what one rank saved of a save
 roots        has_saves: whether there is anything to wait for; wait_finished: for the keepers of a run that has ended
+steps        meeting: one that all ranks agree on, for what happens on one of them
 processes    keeper_pid
 
 A ``Checkpointer`` takes the step from its caller, who counts alike on every rank.  A loop that does not number its
@@ -41,6 +42,7 @@ from stillframe.checkpointer import Checkpointer
 from stillframe.errors import StillframeError
 from stillframe.format.values import ELSEWHERE
 from stillframe.model import Label, Ticket, check_step
+from stillframe.ranks.meeting import Meeting
 from stillframe.restoring.boxes import BoxReader
 from stillframe.restoring.load import load_rank
 from stillframe.retention import Keep
@@ -59,6 +61,7 @@ __all__ = [
     "BoxReader",
     "Label",
     "LiveState",
+    "Meeting",
     "Run",
     "TensorBox",
     "Ticket",
@@ -73,6 +76,7 @@ __all__ = [
     "keeper_pid",
     "load_rank",
     "mapped",
+    "meeting",
     "read_alias",
     "remove",
     "save",
@@ -216,6 +220,15 @@ def wait_finished(root: str | os.PathLike[str], storage_options: Mapping[str, An
     ``False`` means that a run trains there.  Raises: :class:`BusyError` if a keeper hangs; :class:`StorageError`.
     """
     return lock.wait_finished(Catalog(root, storage_options=storage_options).store)
+
+
+def meeting(checkpointer: Checkpointer, name: str, *, ahead_s: float = 0.0) -> Meeting:
+    """For something that one rank learns of and all must do at the same step.  Every rank makes it, before training.
+
+    A rank calls (:meth:`Meeting.call`).  Each asks once at every step whether this is the one (:meth:`Meeting.passed`).
+    ``ahead_s``: how much later they meet, so that training does not wait while the ranks agree.
+    """
+    return Meeting(checkpointer._group, name, ahead_s)
 
 
 def versions_of(state: Any) -> Versions:

@@ -39,11 +39,12 @@ def test_alone_the_next_step_is_the_one() -> None:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_all_ranks_meet_at_the_same_steps(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("ahead_s", [0.0, 0.05])
+def test_all_ranks_meet_at_the_same_steps(seed: int, ahead_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks wait for one another in every second seed, as in a collective; else they run apart, by many steps."""
     monkeypatch.setattr(meeting, "_LOOK_S", 0.02)
     choose, count = random.Random(seed), 3
-    meetings = [Meeting(group, "test") for group in groups_of(count)]
+    meetings = [Meeting(group, "test", ahead_s) for group in groups_of(count)]
     together = threading.Barrier(count) if seed % 2 else None
     met: list[list[tuple[int, str]]] = [[] for _ in range(count)]
     pauses = [[choose.choice([0.0, 0.001, 0.004]) for _ in range(300)] for _ in range(count)]
@@ -84,6 +85,23 @@ def test_a_rank_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(DeadlineError):
         lonely.passed(1001)
     assert time.monotonic() - began < 0.3  # it is known by now
+
+
+def test_whoever_has_said_how_far_it_goes_on_does_not_wait_until_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting, "_ANSWER_S", 0.5)
+    first, _ = groups_of(2)
+    lonely = Meeting(first, "test", ahead_s=0.5)
+    lonely.call("now")
+    lonely.passed(0)
+    time.sleep(0.2)
+    assert lonely.passed(1000) == ""  # too early to tell how fast it is: the call waits
+    until(lambda: lonely._round.said, "a call")
+    said = lonely._round.said
+    assert said is not None
+    assert 1000 < said < 3500
+    assert lonely.passed(said) == ""  # rank 1 never answers
+    with pytest.raises(DeadlineError):
+        lonely.passed(said + 1)
 
 
 class Gone:

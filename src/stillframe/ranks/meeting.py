@@ -10,6 +10,9 @@ iteration would cost time, and a rank cannot simply name a step: others may be a
 All ranks go through the same steps, so the first one after the limit is the same for all.  The training thread waits
 only if it comes to its next step between 2 and 3, and needs no other training thread for that: it cannot deadlock with
 a collective.
+
+Where even that is too long, a rank says in 2 how far it goes on meanwhile, by its pace, instead of where it is.  Then
+they meet some steps later, and nobody waits.
 """
 
 from __future__ import annotations
@@ -32,7 +35,8 @@ _ANSWER_S = 30.0
 class _Round:
     number: int = 0
     why: str = ""
-    """Not empty: it was called, and this rank has said where it is."""
+    """Not empty: it was called, and this rank says how far it goes without an answer: to ``said``."""
+    said: int | None = None
     limit: int | None = None
     trouble: str = ""
     """Why there will be no limit."""
@@ -41,14 +45,18 @@ class _Round:
 class Meeting:
     """``name`` tells the meetings of one run apart.  Every rank makes it.
 
+    ``ahead_s``: the ranks meet about that much later, so that they need not wait for the limit.
     Thread: :meth:`call` from any, and in a signal handler; :meth:`passed` is the training thread's.
     """
 
-    def __init__(self, group: Group, name: str) -> None:
+    def __init__(self, group: Group, name: str, ahead_s: float = 0.0) -> None:
         self._group = group
         self._name = name
+        self._ahead_s = ahead_s
         self._round = _Round()
         self._passed = -1
+        self._began: tuple[float, int] | None = None
+        """When this rank was first here, and at which step: its pace since then."""
         self._wanted = ""
         self._looked_s = 0.0
         self._bell = Bell()
@@ -65,6 +73,7 @@ class Meeting:
         Raises: :class:`DeadlineError` if the ranks were called and cannot agree.
         """
         self._passed = step  # first: the other thread says that it was called, and then looks at this
+        self._began = self._began or (time.monotonic(), step)
         if self._group.world_size == 1:
             why, self._wanted = self._wanted, ""
             return why
@@ -73,6 +82,8 @@ class Meeting:
             return ""
         deadline_s = time.monotonic() + min(_ANSWER_S, self._group.deadline_s)
         while round_.limit is None and not round_.trouble:
+            if round_.said is not None and step <= round_.said:
+                return ""
             left_s = deadline_s - time.monotonic()
             if left_s <= 0:
                 round_.trouble = f"no answer within {min(_ANSWER_S, self._group.deadline_s):g} s{self._who()}"
@@ -83,6 +94,19 @@ class Meeting:
             return ""
         self._wanted, self._round = "", _Round(round_.number + 1)
         return round_.why
+
+    @property
+    def _has_pace(self) -> bool:
+        """Not right at the beginning: there a call waits, rather than training."""
+        return not self._ahead_s or (self._began is not None and time.monotonic() - self._began[0] >= self._ahead_s)
+
+    def _ahead(self) -> int:
+        """How far this rank goes on without an answer."""
+        passed, began = self._passed, self._began  # once: what is said must not be less than what was passed
+        if not self._ahead_s or began is None:
+            return passed
+        pace = (passed - began[1]) / max(time.monotonic() - began[0], 1e-9)
+        return passed + max(int(pace * self._ahead_s), 0)
 
     def _who(self) -> str:
         """Asked only when it is too late: a question for each rank."""
@@ -119,13 +143,15 @@ class Meeting:
         group = self._group
         if not round_.why:
             called = group.said(self._key("call"))
-            if called is None and self._wanted:
+            if called is None and self._wanted and self._has_pace:
                 called = self._wanted
                 group.say(self._key("call"), called)
             if not called:
                 return
-            round_.why = called  # from here on the training thread waits for the limit
-            group.say(self._key(f"at/{group.rank}/step"), str(self._passed))
+            round_.why = called  # from here on the training thread waits for the limit, or for leave to go on
+            round_.said = self._ahead()
+            self._bell.ring()
+            group.say(self._key(f"at/{group.rank}/step"), str(round_.said))
             group.count(self._key("at"))  # on the same line, so behind it
         elif group.rank != 0:
             said = group.said(self._key("limit"))

@@ -70,8 +70,8 @@ class Result:
 class Life:
     """Thread: the training thread's."""
 
-    def __init__(self) -> None:
-        self.wish = Wish(**json.loads(sys.argv[1]))
+    def __init__(self, wish: Wish | None = None) -> None:
+        self.wish = wish or Wish(**json.loads(sys.argv[1]))
         self.rank = int(os.environ.get("RANK", "0"))
         self.ranks = int(os.environ.get("WORLD_SIZE", "1"))
         self._order: list[list[int]] = []
@@ -112,10 +112,15 @@ class Life:
             threading.Timer(self.wish.delay_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
 
     def ended(self, model: torch.nn.Module, optimizer: Any, scheduler: Any, **more: Any) -> None:
+        result = self.result(model, optimizer, scheduler, **more)
+        if self.rank == 0:
+            say(_RESULT + json.dumps(dataclasses.asdict(result)))
+
+    def result(self, model: torch.nn.Module, optimizer: Any, scheduler: Any, **more: Any) -> Result:
         state = [each for _, each in sorted(optimizer.state_dict()["state"].items())]
         tensors = [each[name] for each in state for name in sorted(each)]
         numbers = [random.random(), numpy.random.rand(3).tolist(), torch.rand(3).tolist()]
-        result = Result(
+        return Result(
             _digest(*map(bytes_of, model.state_dict().values())),
             _digest(*map(bytes_of, tensors)),
             _digest(repr(scheduler.state_dict()).encode()),
@@ -123,8 +128,6 @@ class Life:
             self._order,
             more,
         )
-        if self.rank == 0:
-            say(_RESULT + json.dumps(dataclasses.asdict(result)))
 
 
 def _digest(*parts: bytes) -> str:
@@ -189,17 +192,3 @@ class Living:
         out, said = ends[-1]
         (line,) = [each for each in out.splitlines() if each.startswith(_RESULT)]
         return Result(**json.loads(line.removeprefix(_RESULT))), said
-
-
-def live(module: str, wish: Wish, ranks: int = 1) -> Result:
-    """A life that is left alone."""
-    with Living(module, wish, ranks) as living:
-        result, _ = living.wait()
-    assert result is not None
-    return result
-
-
-def die(module: str, wish: Wish, ranks: int = 1) -> None:
-    """A life that ends with SIGKILL."""
-    with Living(module, wish, ranks) as living:
-        living.wait()

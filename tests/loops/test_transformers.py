@@ -12,7 +12,7 @@ import pytest
 
 from stillframe import Catalog
 from tests.loops.conformance import Conformance
-from tests.loops.driving import BATCH, LIFE_S, SOURCE, Life, Wish, digest_of, live
+from tests.loops.driving import BATCH, LIFE_S, SOURCE, Life, Wish, digest_of
 
 
 def train(life: Life) -> None:
@@ -89,7 +89,7 @@ class TestTrainer(Conformance):
     def test_the_best_is_kept_and_loaded(self, tmp_path: Path) -> None:
         for limit, kept in ((1, [7]), (3, [7, 11, 12])):
             place = tmp_path / f"run-{limit}"
-            result = live(self.module, Wish(str(place), keep=limit, kind="best"))
+            result = self.live(Wish(str(place), keep=limit, kind="best"))
             assert result.more["best"] == str(place / "checkpoint-7")
             assert sorted(self.checkpoints(place)) == Catalog(self.root(place)).steps() == kept
             assert self.read(place / "checkpoint-7") == result.parameters

@@ -30,11 +30,14 @@ def missing() -> str:
             return f"there is no {tool} here"
     if os.geteuid() != 0:
         return "network namespaces need root"
-    name = f"sf-{os.getpid()}-try"
-    tried = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True)
-    if tried.returncode != 0:
-        return f"ip netns add: {tried.stderr.strip()}"
-    _ip("netns", "delete", name)
+    try:
+        with Network() as network, tempfile.TemporaryDirectory() as home:
+            tried = network.add().start(["true"], {}, Path(home) / "log")
+            tried.communicate()
+            if tried.returncode != 0:
+                return f"a host cannot be started: {(Path(home) / 'log').read_text().strip()}"
+    except subprocess.CalledProcessError as error:
+        return f"{' '.join(error.cmd)}: {error.stderr.strip()}"
     return ""
 
 
@@ -57,8 +60,12 @@ class Network:
 
     def __enter__(self) -> Network:
         _ip("netns", "add", self._name)
-        _ip("-n", self._name, "link", "add", "switch", "type", "bridge")
-        _ip("-n", self._name, "link", "set", "switch", "up")
+        try:
+            _ip("-n", self._name, "link", "add", "switch", "type", "bridge")
+            _ip("-n", self._name, "link", "set", "switch", "up")
+        except subprocess.CalledProcessError:
+            _ip("netns", "delete", self._name)
+            raise
         return self
 
     def __exit__(
@@ -127,4 +134,4 @@ class Host:
 
 
 def _ip(*arguments: str) -> str:
-    return subprocess.run(["ip", *arguments], check=True, stdout=subprocess.PIPE, text=True).stdout
+    return subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True).stdout

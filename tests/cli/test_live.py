@@ -235,7 +235,16 @@ def test_watch_sees_a_living_run(tmp_path: Path) -> None:
         assert (frame["saves"], frame["failed"], frame["moving"]) == (3, 0, [])
         assert 0 < frame["at_risk_s"] < 60
         assert frame["arena_bytes"] == 64 << 20
-        assert "would cost" in stillframe("watch", root)
+        assert [each["step"] for each in frame["last"]] == [3, 2, 1]
+        assert all(0 < each["seconds"] < 60 for each in frame["last"])
+        assert frame["checkpoint_bytes"] == sum(each.stat().st_size for each in layout.step_dir(root, 3).iterdir())
+        assert frame["iterations_per_s"] is None or frame["iterations_per_s"] > 0
+        disk = os.statvfs(root)
+        assert frame["free_bytes"] == pytest.approx(disk.f_bavail * disk.f_frsize, rel=0.2)
+        text = stillframe("watch", root)
+        assert "would cost" in text
+        assert re.search(r"last saves   step 3 in .*, step 2 in .*, step 1 in ", text)
+        assert re.search(r"disk         .* left, room for [\d,]+ more", text)
     finally:
         child.kill()
         child.communicate()

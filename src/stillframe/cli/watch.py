@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from rich.console import Group
 
 _BAR = 20
+_SHORT = 3
+"""Room for fewer checkpoints is shown in red: the next ones may fail."""
 
 
 def command(
@@ -64,7 +66,11 @@ def _lines(frame: Frame) -> list[tuple[str, str]]:
     lines += [(_moving(each, frame.world_size), "cyan") for each in frame.moving]
     if frame.committed is not None:
         age = f", {format_seconds(frame.committed_age_s)} ago" if frame.committed_age_s is not None else ""
-        lines.append((f"last commit  step {frame.committed}{age}", ""))
+        size = f", {format_bytes(frame.checkpoint_bytes)}" if frame.checkpoint_bytes is not None else ""
+        lines.append((f"last commit  step {frame.committed}{age}{size}", ""))
+    if frame.last:
+        last = ", ".join(f"step {each.step} in {format_seconds(each.seconds)}" for each in frame.last)
+        lines.append((f"last saves   {last}", ""))
     if frame.saves or frame.failed:
         share = f" ({100 * frame.cost:.2g} % of the time)" if frame.cost is not None else ""
         failed = f", {frame.failed} failed" if frame.failed else ""
@@ -73,6 +79,11 @@ def _lines(frame: Frame) -> list[tuple[str, str]]:
     if frame.arena_bytes and frame.state != "ended":
         arena = f"{format_bytes(frame.arena_used_bytes)} of {format_bytes(frame.arena_bytes)} in use"
         lines.append((f"arena        {arena}", ""))
+    if frame.free_bytes is not None and frame.state != "ended":
+        room = frame.free_bytes // frame.checkpoint_bytes if frame.checkpoint_bytes else None
+        more = f", room for {room:,} more of these checkpoints" if room is not None else ""
+        is_short = room is not None and room < _SHORT
+        lines.append((f"disk         {format_bytes(frame.free_bytes)} left{more}", "red" if is_short else ""))
     lines += [(f"tier         {each.root}: {each.text}", "red" if each.trouble else "") for each in frame.tiers]
     if frame.at_risk_s is not None:
         lines.append((f"a crash now  would cost {format_seconds(frame.at_risk_s)} of training", ""))
@@ -86,7 +97,8 @@ def _state(frame: Frame) -> str:
         what = "training" if frame.state == "training" else "the run has ended; its keeper still writes"
     ranks = f", {frame.alive} of {frame.world_size} ranks" if frame.world_size > 1 else ""
     step = f"; step {frame.step} was saved last" if frame.step is not None else ""
-    return f"{what}{ranks}{step}"
+    pace = f"; {frame.iterations_per_s:.3g} iterations/s" if frame.iterations_per_s is not None else ""
+    return f"{what}{ranks}{step}{pace}"
 
 
 def _moving(each: Moving, world_size: int) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import statistics
 import time
 from dataclasses import dataclass
 
@@ -13,7 +15,8 @@ from stillframe.errors import StorageError
 from stillframe.format.events import InFlight, Save, decode_lines
 from stillframe.observe.history import RankHistory, in_order, newest
 from stillframe.observe.tiers import Standing, standings
-from stillframe.store import open_store
+from stillframe.store import is_url, open_store
+from stillframe.store.posix import PosixStore
 from stillframe.store.protocol import Store, read_range
 
 _PHASES = ("staging", "flushing", "sealed")
@@ -21,6 +24,8 @@ _LINE_BYTES = 4096
 """The first line of a file of events, which tells of its keeper, is shorter."""
 _NEWEST = 8
 """How many of the newest steps are surveyed; those in flight are among them."""
+_LAST, _PACED = 3, 20
+"""So many saves are told of, and so many iterations counted for the pace."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +78,24 @@ class Frame:
     at_risk_s: float | None
     """Training that would be lost if every process died now: since the last committed ``save()``, or the start."""
     tiers: tuple[Standing, ...]
+    iterations_per_s: float | None = None
+    """Of the last ones, on the slowest rank."""
+    checkpoint_bytes: int | None = None
+    """Of the newest, over all ranks."""
+    free_bytes: int | None = None
+    """What is left in the file system of the root; of an object store nothing is known."""
+    last: tuple[Done, ...] = ()
+    """The newest that were committed, the newest first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """A save that was committed, on the rank where it took longest."""
+
+    step: int
+    seconds: float
+    """From ``save()`` to the commit."""
+    blocked_s: float
 
 
 class Follower:
@@ -140,6 +163,10 @@ class Follower:
             arena_used_bytes=arena_used_bytes,
             at_risk_s=_at_risk_s(ranks, last, now_s) if is_running else None,
             tiers=tuple(standings(notes, list(self._histories.values()), ranks, found.latest)),
+            iterations_per_s=min(filter(None, map(_pace, ranks)), default=None) if is_running else None,
+            checkpoint_bytes=next((step.bytes for step in reversed(found.with_state("committed"))), None),
+            free_bytes=_free_bytes(found.root),
+            last=_last_done(ranks),
         )
 
     def _moving(self, found: Survey, ranks: list[RankHistory], world_size: int, now_s: float) -> tuple[Moving, ...]:
@@ -178,6 +205,33 @@ def _in_flight(ranks: list[RankHistory]) -> dict[int, list[InFlight]]:
 def _last_commit(ranks: list[RankHistory]) -> Save | None:
     committed = [save for each in ranks for save in each.committed]
     return max(committed, key=lambda save: save.committed_s or 0.0, default=None)
+
+
+def _last_done(ranks: list[RankHistory]) -> tuple[Done, ...]:
+    found: dict[int, Done] = {}
+    for each in ranks:
+        blocked = each.blocked_by()
+        for save in each.committed[-_LAST:]:
+            took_s = (save.committed_s or save.requested_s) - save.requested_s
+            known = found.get(save.step)
+            if known is None or known.seconds < took_s:
+                found[save.step] = Done(save.step, took_s, blocked[save.step])
+    return tuple(found[step] for step in sorted(found, reverse=True)[:_LAST])
+
+
+def _pace(rank: RankHistory) -> float | None:
+    """Iterations a second, as the last ones went; ``None`` if there were none."""
+    spans = [end_s - begin_s for begin_s, end_s in rank.iterations()[-_PACED:]]
+    usual_s = statistics.median(spans) if spans else 0.0
+    return 1 / usual_s if usual_s > 0 else None
+
+
+def _free_bytes(root: str) -> int | None:
+    with contextlib.suppress(StorageError):
+        if not is_url(root):
+            disk = PosixStore(root).space()
+            return disk.f_bavail * disk.f_frsize
+    return None
 
 
 def _at_risk_s(ranks: list[RankHistory], last: Save | None, now_s: float) -> float | None:

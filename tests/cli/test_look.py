@@ -326,6 +326,24 @@ def test_verify_takes_a_step_or_all(single: Path) -> None:
     stillframe("verify", single, 10, "--all", code=2)
 
 
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["show", "ROOT", ""], ["latest", "30", "20", "10"]),
+        (["pin", "ROOT", "2"], ["20"]),
+        (["remove", "ROOT", "10", ""], ["latest", "30", "20", "10"]),
+        (["show", "nowhere", ""], []),
+        (["show", "s3://bucket/x", ""], []),
+    ],
+)
+def test_the_shell_completes_steps(single: Path, words: list[str], expected: list[str]) -> None:
+    words = [str(single) if word == "ROOT" else word for word in words]
+    asked = {"_STILLFRAME_COMPLETE": "complete_bash", "COMP_WORDS": " ".join(["stillframe", *words])}
+    env = environment(**asked, COMP_CWORD=str(len(words)))
+    found = subprocess.run(COMMAND, capture_output=True, text=True, env=env, timeout=60)
+    assert (found.stdout.split(), found.stderr) == (expected, "")
+
+
 # --- diff ------------------------------------------------------------------------------------
 
 

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from stillframe.cli.steps import completed
+
 Root = Annotated[str, typer.Argument(help="The directory or URL given to Checkpointer().", show_default=False)]
 OptionalRoot = Annotated[
     str | None, typer.Argument(metavar="ROOT", help="The directory or URL given to Checkpointer().", show_default=False)
@@ -15,15 +17,16 @@ Step = Annotated[
     str | None,
     typer.Argument(
         help="A step: its number, latest, or -2 for the newest but one. Default: the newest checkpoint.",
-        metavar="[STEP]", show_default=False,
+        metavar="[STEP]", show_default=False, autocompletion=completed,
     ),
 ]  # fmt: skip
 OneStep = Annotated[
     str,
     typer.Argument(
-        help="A step: its number, latest, or -2 for the newest but one.", metavar="STEP", show_default=False
+        help="A step: its number, latest, or -2 for the newest but one.",
+        metavar="STEP", show_default=False, autocompletion=completed,
     ),
-]
+]  # fmt: skip
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
 Rank = Annotated[
     int | None,

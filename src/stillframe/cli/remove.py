@@ -11,7 +11,7 @@ from stillframe.checkpoint.catalog import Catalog
 from stillframe.checkpoint.survey import survey
 from stillframe.cli import removed
 from stillframe.cli.arguments import Json, Root
-from stillframe.cli.steps import steps_of
+from stillframe.cli.steps import completed, steps_of
 from stillframe.errors import BusyError
 
 
@@ -20,7 +20,10 @@ def command(
     steps: Annotated[
         list[str],
         typer.Argument(
-            help="Steps: 100, 100-200, latest, or -2 for the newest but one.", metavar="STEP...", show_default=False
+            help="Steps: 100, 100-200, latest, or -2 for the newest but one.",
+            metavar="STEP...",
+            show_default=False,
+            autocompletion=completed,
         ),
     ],
     force: Annotated[bool, typer.Option("--force", help="Remove even the newest checkpoint.")] = False,

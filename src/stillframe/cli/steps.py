@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Sequence
 
+import typer
+
 from stillframe.checkpoint.survey import open_root
-from stillframe.errors import ConfigError, NotFoundError
+from stillframe.errors import ConfigError, NotFoundError, StillframeError
+from stillframe.store import is_url, root_address, root_text
 from stillframe.units import format_count
 
 _LATEST = "latest"
@@ -63,3 +67,13 @@ def _within(root: str, first: int, last: int) -> list[int]:
     if not found:
         raise NotFoundError(f"there is no step from {first} to {last} in {catalog.root}")
     return found
+
+
+def completed(context: typer.Context, incomplete: str) -> list[str]:
+    """For the shell: the steps of the root before, the newest first; nothing of an object store, which may be slow."""
+    root = context.params.get("root")
+    with contextlib.suppress(StillframeError):
+        if isinstance(root, str) and not is_url(root_address(root_text(root))):
+            steps = [_LATEST, *(str(save.step) for save in open_root(root).committed())]
+            return [step for step in steps if step.startswith(incomplete)]
+    return []

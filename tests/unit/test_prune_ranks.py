@@ -3,6 +3,7 @@ nothing that may still count goes."""
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from stillframe import Catalog
 from stillframe.checkpoint import epochs
 from stillframe.checkpoint.removal import remove_all, set_aside
-from stillframe.errors import BusyError
+from stillframe.errors import BusyError, StorageError
 from stillframe.format import names
 from stillframe.format.epochs import Aside, encode_aside
 from stillframe.keeper.retention import Pruner, remove_spares
@@ -320,3 +321,27 @@ def test_tombstones_that_are_gone_are_forgotten(root: Path) -> None:
     decider._tombstones = {first(step) for step in range(1, 1000)}
     decider.prune()
     assert decider._tombstones == {first(1), first(2)}
+
+
+def test_many_saves_are_looked_at_together_and_one_that_cannot_be_costs_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A new keeper meets the tombstones of a day: one after the other they would take minutes on an object store."""
+    for step in range(20):
+        (tmp_path / names.step_dir(first(step))).mkdir(parents=True)
+    together = threading.Barrier(4)
+
+    def is_committed(catalog: Catalog, save: SaveId) -> bool:
+        if save.step < 16:
+            together.wait(20)  # breaks, and fails, if fewer come
+        if save.step == 17:
+            raise StorageError("it cannot be looked at")
+        return False
+
+    problems: list[StorageError] = []
+    catalog = Catalog(tmp_path)
+    view = catalog.look()
+    monkeypatch.setattr(Catalog, "is_committed", is_committed)
+    known = Pruner(catalog, KeepLast(1), 0, True, lambda: None)._take_stock(view, problems)
+    assert [save.step for save in known] == [step for step in range(20) if step != 17]
+    assert [str(each) for each in problems] == ["it cannot be looked at"]

@@ -13,7 +13,9 @@ from __future__ import annotations
 import bisect
 import contextlib
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 from stillframe.checkpoint import labels
 from stillframe.checkpoint.catalog import Catalog, View
@@ -36,6 +38,8 @@ from stillframe.retention import Keep, Known, garbage, judges_by_manifest
 _OVERDUE_S = 600.0
 """After so long, rank 0 removes what another rank should have removed."""
 _AT_ONCE = 16
+_FEW, _ASKED_AT_ONCE = 4, 16
+"""More saves than these few are asked about so many at a time."""
 
 
 class Pruner:
@@ -172,15 +176,28 @@ class Pruner:
         self._tombstones &= there
         self._own &= there
         uncommitted = []
-        for save in view.saves:
-            if save in self._known or save in self._tombstones or save in self._left:
-                continue
+        unknown = [
+            save for save in view.saves if not (save in self._known or save in self._tombstones or save in self._left)
+        ]
+        for save, is_committed in self._ask(unknown):
             with _collected(problems):
-                if self._catalog.is_committed(save):
+                if is_committed():
                     self._known[save] = self._judged(save)
                 else:
                     uncommitted.append(save)
         return uncommitted
+
+    def _ask(self, saves: Sequence[SaveId]) -> Iterator[tuple[SaveId, Callable[[], bool]]]:
+        """Whether each is a checkpoint: a function that says so, or raises.
+
+        Many at once: a tier has the tombstones of a day, and a new keeper knows none of them.
+        """
+        if len(saves) <= _FEW:
+            yield from ((save, partial(self._catalog.is_committed, save)) for save in saves)
+            return
+        with ThreadPoolExecutor(_ASKED_AT_ONCE, "stillframe-stock") as pool:
+            asked = [pool.submit(self._catalog.is_committed, save) for save in saves]
+            yield from ((save, each.result) for save, each in zip(saves, asked, strict=True))
 
     def _judged(self, save: SaveId) -> Known:
         if not judges_by_manifest(self._keep):

@@ -1,4 +1,13 @@
-"""stillframe: lazy, asynchronous checkpointing for training.
+"""stillframe: lazy, asynchronous checkpointing for training::
+
+    with stillframe.Checkpointer("runs/gpt") as checkpointer:
+        report = checkpointer.restore(state)             # a dict of the live objects: model, optimizer, …
+        for step in range(report.next_step, steps):
+            ...
+            optimizer.step()
+            checkpointer.save(step, state)
+
+Its parts:
 
 cli            the stillframe command
 integrations   DCP, DeepSpeed, Trainer, Accelerate, Lightning (torch)

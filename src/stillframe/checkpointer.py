@@ -52,31 +52,33 @@ class Checkpointer:
     """Saves a training state lazily, and restores it exactly.
 
     root: directory of the checkpoints, made if missing, or ``s3://BUCKET/DIRECTORY``; one run writes to it at a time.
-    arena: host memory lent for staging (``"2GiB"``); ``"auto"`` takes the size of the first state, ``"auto:16GiB"`` at
-    most that, and neither more than half of this rank's share of the memory that is free on its node and in its cgroup.
-    stage_limit: how many bytes a second this rank copies from accelerators (``"20GB/s"``), so that collectives keep
-    their share of the link; the fence waits on the host while copies are held back.  ``None``: as fast as they go.
+    arena: the size of the buffer in host memory that saves are copied to (``"2GiB"``).  ``"auto"``: as large as the
+    first state; ``"auto:16GiB"``: the same, but never more than 16 GiB.  Neither takes more than half of this rank's
+    share of the memory that is free on its node and in its cgroup.
+    stage_limit: how many bytes per second this rank copies from accelerators (``"20GB/s"``), to leave bandwidth to
+    collectives; the fence waits on the host while copies are held back.  ``None``: no limit.
     keep: retention, such as ``KeepLast(3)`` or ``KeepLast(3) | KeepEvery(1000)``; ``None`` keeps everything.
-    on_error: a failed save is raised at the next ``save``, ``wait`` or ``close`` (``"raise"``), logged (``"warn"``), or
-    given to your function, at once and once.  So is trouble of a tier, but never raised: with ``"raise"`` it is logged.
-    The function is called with the error, on a thread of stillframe's; it must return soon, and not save or wait.
-    when_busy: when earlier saves fill the arena, wait for room (``"wait"``) or drop the new save (``"skip"``).  A save
-    that waits holds the next update back; if too many wait, ``save`` itself does.
-    audit: prove at every fence, by the bytes, that nothing changed while it was copied; slow, for finding bugs.
+    on_error: what happens with the error of a failed save.  ``"raise"``: the next ``save``, ``wait`` or ``close``
+    raises it; ``"warn"``: it is logged; a function: it is called with the error, once, on a thread of stillframe's,
+    must return soon, and must not save or wait.  Errors of a tier are logged, or given to the function, and never
+    raised.
+    when_busy: when earlier saves fill the arena, wait for room (``"wait"``) or skip the new save (``"skip"``).  While a
+    save waits, the next update waits too; if too many wait, ``save`` itself waits.
+    audit: compare the bytes at every fence, to find changes made while they were copied; slow, for finding bugs.
     rank, world_size: this process among those that save together; by default those of torch.distributed, or of its
     environment variables (torchrun sets them).  Every rank makes the checkpointer, and calls ``save`` and ``restore``.
     shared: whether all ranks see the same root.  If not, each keeps its own part there; ``{node}`` in the root (it
     becomes the name of the host, or ``STILLFRAME_NODE``) means that they do not.
     deadline_s: how long ranks wait for one another: here, in ``restore``, and before a commit is given up.
     events: record in ``<root>/run/events`` what happens, for ``stillframe watch``, ``report`` and ``trace``.
-    tiers: where else checkpoints are carried, and restored from: ``[Tier("/lustre/gpt", every=10), Tier("s3://…")]``.
-    every: which steps :meth:`due` names: ``Every(steps=100)``, ``Every(minutes=30)``, ``Every(steps=100, minutes=30)``.
+    tiers: other places that checkpoints are copied to and restored from: ``[Tier("/lustre/gpt", every=10), …]``.
+    every: when :meth:`due` is true: ``Every(steps=100)``, ``Every(minutes=30)``, ``Every(steps=100, minutes=30)``.
     storage_options: for an object store, as obstore takes them (``{"endpoint": …, "access_key_id": …}``); by default
-    what the environment says, as for the vendor's own tools.  ``"retry_timeout"``: for how many seconds a server that
-    does not answer is asked again, instead of 300 for a save and 30 for all that somebody waits for.
+    those of the environment, as for the vendor's own tools.  ``"retry_timeout"``: for how many seconds requests to a
+    server that does not answer are retried, instead of 300 for a save and 30 for calls that somebody waits for.
 
-    Thread: ``restore`` and ``close`` from the training thread; ``save``, too, or from another that holds updates back
-    meanwhile (``spi.UpdateGate``), one at a time; the rest from any.
+    Thread: call ``restore``, ``close`` and ``save`` on the training thread; ``save`` also on another one that holds
+    updates back meanwhile (``spi.UpdateGate``), one at a time; everything else on any thread.
     """
 
     _ranks_talk = True
@@ -149,45 +151,48 @@ class Checkpointer:
         """Request a checkpoint of ``state`` as it is now.
 
         ``state`` is any nesting of dict, list and tuple with tensors, numpy arrays, plain Python values, and objects
-        that have ``state_dict`` and ``load_state_dict``.  Parameters, optimizer state and tensors that stand in it by
-        themselves are copied in the background: change them only in ``optimizer.step()`` or behind a :meth:`fence`.  A
-        save whose tensors were changed otherwise fails with :class:`TornError`, where torch counts the change (not
-        through ``tensor.data``; ``audit=True`` finds those).  What forward changes is copied at once: buffers, and the
-        weights of embeddings with ``max_norm``.  On an accelerator the state is what the current stream makes of it, as
-        for a kernel: if another stream writes to it, let this one wait for that first.
-        ``metadata``: small plain values, such as a loss, that ``KeepBest`` and people judge the checkpoint by.
+        that have ``state_dict`` and ``load_state_dict``.  Parameters, optimizer state and tensors that the state
+        contains directly are copied in the background: change them only in ``optimizer.step()`` or after a
+        :meth:`fence`.  A save whose tensors were changed otherwise fails with :class:`TornError`, if torch counts the
+        change (not through ``tensor.data``; ``audit=True`` finds those).  What forward changes is copied at once:
+        buffers, and the weights of embeddings with ``max_norm``.  On an accelerator the state is saved in the order of
+        the current stream, like a
+        kernel: if another stream writes to it, let the current one wait for that stream first.
+        ``metadata``: small plain values, such as a loss, for ``KeepBest`` and for ``stillframe list``.
 
-        Blocks: for about a millisecond; never for I/O, unless storage falls behind: while earlier saves that wait for
-        the arena have captured as much as it holds, or are 16, this waits until one of them is staged or fails.
-        Raises: :class:`ConfigError`, :class:`ExistsError`, :class:`UnsupportedStateError` (nothing was saved),
-        :class:`BusyError` if earlier ones are stuck (neither was this one); and the error of an earlier save that
-        failed since (this one is taken all the same, and goes on).
+        Blocks: for about a millisecond; never for I/O, unless storage falls behind: while 16 earlier saves wait for the
+        arena, or have captured as much as it holds, this waits until one of them is staged or fails.
+        Raises: :class:`ConfigError`, :class:`ExistsError`, :class:`UnsupportedStateError`, and :class:`BusyError` if
+        earlier saves are stuck: then nothing was saved.  Also the error of an earlier save that has failed: then this
+        save was made all the same.
         """
         self._lifetime.check_open("save")
         return self._saver.save(check_step(step), state, metadata, None)
 
     def due(self, step: int) -> bool:
-        """Whether this step is one to save, as ``every`` says; the same answer on every rank.
+        """Whether this step should be saved, according to ``every``; the same answer on every rank.
 
-        Ask once at each step, on every rank: ``if checkpointer.due(step): checkpointer.save(step, state)``.
+        Call it once at each step, on every rank: ``if checkpointer.due(step): checkpointer.save(step, state)``.
 
-        Blocks, if minutes count and there are several ranks: for a moment, once for each step that is due by the clock.
+        Blocks: briefly, with several ranks and ``minutes``, once for each step that is due by the clock.
         Raises: :class:`ConfigError` if there is no ``every``.
         """
         self._lifetime.check_open("due")
         return self._due.at(check_step(step))
 
     def fence(self, *, wait: bool = False) -> None:
-        """From here on the state may change, until the next save.
+        """Wait until the last snapshot has been copied: after this the state may change.
 
-        Called before every ``optimizer.step()`` by itself.  Call it before an update that is written by hand.
+        stillframe calls it before every ``optimizer.step()``.  Call it yourself before any other change of saved
+        tensors.
 
         In host memory it returns when every save requested so far has been copied.  On an accelerator it returns when
-        the copies are queued, and nothing need have been copied yet: it is the current stream that waits for them.
-        What is queued on that stream from now on may change the state; so may other streams that wait for it first.
-        ``wait=True``: the host waits until everything is copied, and then any stream, thread or process may change it.
+        the copies are queued; the current stream waits for them, not the host.  Work queued on that stream afterwards
+        may change the state, and so may other streams that wait for that stream first.
+        ``wait=True``: the host waits until everything is copied; then any stream, thread or process may change the
+        state.
 
-        Blocks as said.  It ends when a save fails, or its device does; it raises neither.
+        Blocks: as described.  It returns early if a save or its device fails, and does not raise that error.
         """
         self._stager.fence(wait=wait)
 
@@ -198,7 +203,7 @@ class Checkpointer:
         an update within it raises :class:`ConfigError` instead.  A replayed update runs no Python: call :meth:`fence`
         before each replay that changes the state.
 
-        Raises: :class:`DeadlineError`.  The error of a save that failed is raised where it always is.
+        Raises: :class:`DeadlineError`.  It does not raise the error of a failed save.
         """
         self._lifetime.check_open("quiesce")
         quiesce(self._saves, self._stager, timeout_s)
@@ -210,7 +215,7 @@ class Checkpointer:
         *,
         tier: TierName | None = None,
     ) -> None:
-        """Block until every save so far has reached ``phase``; with ``tier``, until that has all that is due there.
+        """Block until every save so far has reached ``phase``; with ``tier``, until that tier has everything due there.
 
         Without a timeout it waits as long as the keeper makes progress.
         Raises: the error of a save that failed; :class:`DeadlineError`; :class:`StorageError` if nothing is carried to
@@ -221,11 +226,12 @@ class Checkpointer:
         self._saves.raise_untold()
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Wait until every save is committed, what was given to :meth:`Save.then` has returned, and the tiers have what
-        is due; let the keeper go, remove the fence.
+        """Wait until every save is committed, functions given to :meth:`Save.then` have returned, and the tiers have
+        what is due; then end the keeper and remove the fence.
 
-        May be called again.  A tier that fails is not waited for long: it gets the rest from the next run.  Ctrl-C ends
-        it in about a second, at once when it comes again; a line says what is left to the keeper and the next run.
+        May be called again.  It does not wait long for a tier that fails: the next run copies the rest there.  Ctrl-C
+        ends the wait in about a second, a second Ctrl-C at once; a warning says what the keeper and the next run will
+        do.
 
         Raises: the error of a save that failed; :class:`DeadlineError` if it took longer than ``timeout_s``: the keeper
         then finishes what is staged, and the rest is given up, as the error says.
@@ -282,15 +288,15 @@ class Checkpointer:
         """Put a checkpoint into the live objects of ``state``, in place, every byte verified.
 
         Without ``step``: the newest committed one; if there is none, the report's ``step`` is ``None``.  A damaged one
-        is passed over, with a warning.  With ``step``: that one, or an error.  ``strict=False`` restores what matches;
-        a warning and the report say what did not.  What is saved from here on goes on from it.
+        is skipped, with a warning.  With ``step``: that one, or an error.  ``strict=False`` restores what matches; a
+        warning and the report list what did not.  Later saves continue from the restored step.
 
         ``only`` and ``exclude`` choose parts of the state, by paths or patterns as in :func:`load`: ``only="model"``,
         ``exclude=["model/head.*", "optimizer/param_groups"]``.  Everything else stays as it is, whether it fits or not.
 
-        Of several ranks all restore the same step, and none touches anything before it fits on all.  A checkpoint of
-        another number of ranks, or divided differently, is read as far as this rank needs it.  Per-rank values (RNG,
-        data position) of a rank that did not exist at save time are taken from rank ``r % old_world_size``.
+        All ranks restore the same step, and none changes anything before it fits on all of them.  A checkpoint of
+        another number of ranks, or of another sharding, is resharded: each rank reads what it needs.  Per-rank values
+        (RNG, data position) of a rank that did not exist at save time are taken from rank ``r % old_world_size``.
 
         Blocks until done; first until the keeper of a run that was just killed has committed what it holds.
         Raises: :class:`MismatchError` (nothing was touched), :class:`NotFoundError`, :class:`IntegrityError`,
@@ -311,10 +317,10 @@ class Checkpointer:
         return resume.report
 
     def rewind(self, step: int) -> None:
-        """Go back: from now on training goes on from ``step``, and the steps after it are left behind.
+        """Go back: training continues from ``step``, and the steps after it are abandoned.
 
-        They never win again, not after a crash either, and go when retention comes by.  Then call :meth:`restore`,
-        which gives that step.  Every rank calls this.  Blocks until it is durable.
+        Abandoned steps are never restored again, not even after a crash, and retention removes them.  Call
+        :meth:`restore` next: it restores ``step``.  Every rank calls this.  Blocks until it is durable.
         Raises: :class:`NotFoundError`, :class:`StorageError`, :class:`BusyError`.
         """
         self._lifetime.check_open("rewind")

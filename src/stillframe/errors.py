@@ -132,7 +132,7 @@ def text_of(error: BaseException) -> str:
     try:
         text = str(error)
     except Exception as problem:  # an exception class of somebody else's
-        text = f"(its text cannot be had: {type(problem).__name__})"
+        text = f"(its text cannot be allocated: {type(problem).__name__})"
     if len(text) > _MAX_TEXT:
         half = _MAX_TEXT // 2
         text = f"{text[:half]} […{len(text) - _MAX_TEXT} characters…] {text[-half:]}"

@@ -238,7 +238,7 @@ class Stats:
     blocked_save_s: float = 0.0
     blocked_fence_s: float = 0.0
     fences: int = 0
-    """Fences that really had to wait."""
+    """Fences that had to wait."""
     arena_bytes: int = 0
     arena_wait_s: float = 0.0
     """Time staging waited for room in the arena: storage is slower than the saves ask for."""
@@ -252,7 +252,7 @@ class Stats:
 
 @dataclass(frozen=True, slots=True)
 class SkippedStep:
-    """A step that ``restore`` passed over: it is damaged, is gone meanwhile, or is of another number of ranks."""
+    """A step that ``restore`` skipped: it is damaged, was removed, or was saved by another number of ranks."""
 
     step: int
     reason: str
@@ -277,7 +277,7 @@ class RestoreReport:
     source: str = ""
     """The root or tier that this rank has read it from."""
     replaced: tuple[str, ...] = ()
-    """What was damaged or missing nearer by, and was read from ``source`` instead."""
+    """What was damaged or missing in nearer places, and was read from ``source`` instead."""
 
     def __bool__(self) -> bool:
         return self.step is not None

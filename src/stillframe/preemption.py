@@ -35,21 +35,21 @@ def on_preemption(
     exit_code: int | None = None,
     on_exception: bool = False,
 ) -> Preemption:
-    """From now on a signal ends the run at the end of a step, with a checkpoint of it.  On every rank::
+    """Install signal handlers that end the run at the end of a step, with a checkpoint of that step.  On every rank::
 
         preemption = stillframe.on_preemption(checkpointer, state)
         for step in range(report.next_step, steps):
             ...
             optimizer.step()
-            preemption.check(step)                # after a signal: saves, waits, and leaves
+            preemption.check(step)                # after a signal: saves, waits, and exits
 
-    signals: which ones.  One that reaches any rank ends all of them.
-    deadline_s: how long a rank that leaves waits until the checkpoint is committed, and its tiers have it.  After that
-    it leaves all the same; its keeper finishes what is staged, if it is not killed with the job.
-    exit_code: of the process; by default 128 and the signal's number, as if it had ended the process (143 for SIGTERM).
-    on_exception: used in a ``with`` statement, also save when an exception ends the loop.  Only if no update has begun
-    since the last :meth:`~Preemption.check`, else the state is of no step; a data loader may be a batch ahead.  Of
-    several ranks all must fail so: without one of them nothing is committed.
+    signals: which signals.  A signal to any rank ends all of them.
+    deadline_s: how long a rank waits, before it exits, until the checkpoint is committed and its tiers have it.  After
+    that it exits anyway; its keeper finishes what is staged, unless it is killed with the job.
+    exit_code: of the process; by default 128 plus the signal's number, as shells report it (143 for SIGTERM).
+    on_exception: used in a ``with`` statement, also save when an exception ends the loop, if no update has begun since
+    the last :meth:`~Preemption.check` (else the state belongs to no step).  A data loader may be one batch ahead.  With
+    several ranks, all of them must end this way: without one of them nothing is committed.
 
     Thread: the main one, as for all signal handlers.  Raises: :class:`ConfigError`.
     """
@@ -57,7 +57,7 @@ def on_preemption(
 
 
 class Preemption:
-    """Made by :func:`on_preemption`.  :meth:`close`, or the end of a ``with`` statement, puts back earlier handlers."""
+    """Made by :func:`on_preemption`.  :meth:`close`, or the end of a ``with`` statement, restores earlier handlers."""
 
     def __init__(
         self,
@@ -96,25 +96,25 @@ class Preemption:
         self._meeting.call(str(number))
 
     def check(self, step: int) -> None:
-        """At the end of every step, on every rank: saves and leaves if the run was told to end.
+        """Call it at the end of every step, on every rank: after a signal it saves and exits.
 
-        Leaving is :class:`SystemExit`, with the checkpointer closed.  Blocks otherwise for a moment at most once in a
-        run: while the ranks agree on the step.
+        It exits by :class:`SystemExit`, with the checkpointer closed.  Otherwise it blocks briefly, at most once in a
+        run, while the ranks agree on the step.
         """
         self._step, self._updates = check_step(step), self._checkpointer._fence.updates
         try:
             number = self._meeting.passed(self._step)
         except DeadlineError as error:
-            logger.warning("told to end, and left without another checkpoint: %s", error)
+            logger.warning("received a signal, and exited without another checkpoint: %s", error)
             self._leave(signal.SIGTERM)
         if number:
             name = _name(int(number))
-            logger.warning("%s: saving step %d, then leaving", name, self._step)
+            logger.warning("%s: saving step %d, then exiting", name, self._step)
             self._save(self._step, {"preempted_by": name})
             self._leave(int(number))
 
     def close(self) -> None:
-        """Signals do again what they did before.  May be called again."""
+        """Restore the earlier signal handlers.  May be called again."""
         while self._before:
             number, before = self._before.popitem()
             with contextlib.suppress(ValueError, TypeError):  # another thread; a handler that Python did not set
@@ -150,7 +150,7 @@ class Preemption:
             self._checkpointer.close(self._deadline_s)
         except StillframeError as error:
             logger.warning("%s", error)
-        logger.warning("left after %.1f s", time.monotonic() - began)
+        logger.warning("exited after %.1f s", time.monotonic() - began)
         raise SystemExit(128 + number if self._exit_code is None else self._exit_code)
 
 

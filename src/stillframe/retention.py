@@ -212,7 +212,7 @@ def decode_policy(text: str) -> Keep | None:
     try:
         return _DECODER.decode(text)
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
-        raise ConfigError(f"{text[:200]!r} is no retention policy: {error}") from error
+        raise ConfigError(f"{text[:200]!r} is not a retention policy: {error}") from error
 
 
 def judges_by_manifest(keep: Keep | None) -> bool:

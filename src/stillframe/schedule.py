@@ -10,9 +10,9 @@ from stillframe.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Every:
-    """Save at every step that is a multiple of ``steps``, and whenever ``minutes`` have gone by since; or by one only.
+    """Save at every step that is a multiple of ``steps``, and when ``minutes`` have passed since the last one.
 
-    Minutes are of rank 0's clock, since it made the checkpointer, or since the last step that was due.
+    Minutes are measured by rank 0's clock, from when it made the checkpointer or from the last step that was due.
     """
 
     steps: int | None = None

@@ -22,12 +22,12 @@ TierName: TypeAlias = "str | os.PathLike[str] | Tier"
 
 @dataclass(frozen=True, slots=True)
 class Tier:
-    """A place that checkpoints are carried to once they are committed, in the background.
+    """A place that checkpoints are copied to in the background, once they are committed.
 
     root: a directory, or ``s3://BUCKET/DIRECTORY``, that every rank sees.
-    every: carry a checkpoint whenever the step has passed another multiple of this, or this time has gone by.
+    every: copy a checkpoint whenever the step has passed another multiple of this number, or this time has passed.
     keep: retention there, such as ``KeepEvery(1000)``; ``None`` keeps everything.
-    limit: of the bandwidth, of each rank, such as ``"500MB/s"``; ``None``: as fast as it goes.
+    limit: bandwidth of each rank, such as ``"500MB/s"``; ``None``: no limit.
     storage_options: as for a root.
     """
 

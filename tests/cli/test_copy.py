@@ -102,7 +102,7 @@ def test_parts_that_are_in_the_roots_of_other_ranks_are_told(copy: Path, tmp_pat
     again = stillframe("copy", copy, tmp_path / "to", code=11)
     assert "ranks 1-3 missing still: copy from the roots that have them" in again
     assert "has 0 checkpoints of 1" in again
-    assert "some ranks alone" in stillframe("copy", copy, shutil.copytree(copy, tmp_path / "other"), code=9)
+    assert "some ranks only" in stillframe("copy", copy, shutil.copytree(copy, tmp_path / "other"), code=9)
 
 
 # --- what is refused ---------------------------------------------------------------------------

@@ -162,11 +162,11 @@ def test_what_is_there_is_left_alone(single: Path, tmp_path: Path) -> None:
 def test_the_weights_have_to_be_found(tmp_path: Path) -> None:
     with Checkpointer(tmp_path / "r", arena="64MiB") as checkpointer:
         checkpointer.save(1, {"net": {"w": torch.ones(3)}, "other": {"w": torch.ones(2)}, "n": 1})
-    assert "--below" in stillframe("export", tmp_path / "r", tmp_path / "o.pt", code=2)
-    stillframe("export", tmp_path / "r", tmp_path / "o.pt", "--below", "net")
+    assert "--key" in stillframe("export", tmp_path / "r", tmp_path / "o.pt", code=2)
+    stillframe("export", tmp_path / "r", tmp_path / "o.pt", "--key", "net")
     assert_same(torch.load(tmp_path / "o.pt", weights_only=True), {"w": torch.ones(3)})
-    stillframe("export", tmp_path / "r", tmp_path / "p.pt", "--below", "nothing", code=3)
-    stillframe("export", tmp_path / "r", tmp_path / "p.pt", "--below", "net", "--all", code=2)
+    stillframe("export", tmp_path / "r", tmp_path / "p.pt", "--key", "nothing", code=3)
+    stillframe("export", tmp_path / "r", tmp_path / "p.pt", "--key", "net", "--all", code=2)
     stillframe("export", tmp_path / "r", "one", "two", "three", code=2)
     assert sorted(os.listdir(tmp_path)) == ["o.pt", "r"]
 
@@ -298,7 +298,7 @@ def test_a_full_disk_is_said_to_be_full(single: Path, tmp_path: Path) -> None:
 def test_keys_that_read_alike_are_not_guessed_at(tmp_path: Path) -> None:
     with Checkpointer(tmp_path / "r", arena="64MiB") as checkpointer:
         checkpointer.save(1, {"odd": {0: torch.ones(1), "0": torch.zeros(1)}})
-    stillframe("export", tmp_path / "r", tmp_path / "x.pt", "--below", "odd/0", code=2)
+    stillframe("export", tmp_path / "r", tmp_path / "x.pt", "--key", "odd/0", code=2)
     stillframe("export", tmp_path / "r", tmp_path / "x", "--all", "--format", "dcp", code=2)
 
 
@@ -366,8 +366,8 @@ def test_views_of_one_memory_stay_views(tmp_path: Path) -> None:
 
 
 def test_what_is_each_ranks_own_is_not_exported_as_the_whole(sharded: Path, tmp_path: Path) -> None:
-    assert "--rank" in stillframe("export", sharded, tmp_path / "x.safetensors", "--below", "mine", code=2)
-    stillframe("export", sharded, tmp_path / "x.safetensors", "--below", "mine", "--rank", 1)
+    assert "--rank" in stillframe("export", sharded, tmp_path / "x.safetensors", "--key", "mine", code=2)
+    stillframe("export", sharded, tmp_path / "x.safetensors", "--key", "mine", "--rank", 1)
     assert_same(load_file(tmp_path / "x.safetensors"), {"noise": torch.full((3,), 1)})
 
 

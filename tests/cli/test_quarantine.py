@@ -40,7 +40,7 @@ def test_damage_is_set_aside_and_nothing_is_deleted(copy: Path) -> None:
     assert [Path(path).name for path in after.keys() - before.keys()] == ["aside.json"]
     assert Catalog(copy).steps() == [10, 30]
     stillframe("verify", copy, "--all")
-    assert "no checkpoint any more" in stillframe("verify", copy, 20, code=4)
+    assert "no longer a checkpoint" in stillframe("verify", copy, 20, code=4)
     states = {each["step"]: each["state"] for each in answer("list", copy, "--all")["steps"]}
     assert states == {10: "committed", 20: "quarantined", 30: "committed"}
     stillframe("doctor", copy, "--quarantine", code=4)

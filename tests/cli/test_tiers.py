@@ -156,7 +156,7 @@ def test_a_tier_that_cannot_be_looked_at_is_a_question_mark(copy: Run) -> None:
     text = stillframe("list", copy.root)
     assert [line.split()[-2] for line in text.splitlines()[1:4]] == ["?", "?", "?"]
     (why,) = [line for line in text.splitlines() if line.startswith("near: ")]
-    assert "cannot be looked at" in why
+    assert "cannot be read" in why
     found = answer("list", copy.root)
     assert str(copy.near) in found["tiers"][0]["trouble"]
     assert held(found)[5] == [None, "whole"]
@@ -250,7 +250,7 @@ def test_doctor_finishes_what_is_half_there(pair: Pair, lost: tuple[int, ...]) -
     assert Catalog(pair.tier).steps() == [1, 2]
     assert {path.name: path.read_bytes() for path in layout.step_dir(pair.tier, 2).iterdir()} == before
     stillframe("verify", pair.tier, 2)
-    assert "nothing is half there" in stillframe("doctor", pair.root, "--finish")
+    assert "no step in the tiers is incomplete" in stillframe("doctor", pair.root, "--finish")
 
 
 def test_doctor_finishes_from_the_tier_alone_what_the_root_has_removed(pair: Pair) -> None:
@@ -294,7 +294,7 @@ def test_a_tier_that_cannot_be_looked_at_is_told_and_no_problem(copy: Run) -> No
     copy.near.write_text("in its place")
     (level, what, _), _ = findings_of_tiers(copy.root)
     assert level == "note"
-    assert "cannot be looked at" in what
+    assert "cannot be read" in what
 
 
 # --- what happened ---------------------------------------------------------------------------
@@ -322,7 +322,7 @@ def test_the_journal_tells_what_was_carried_and_what_failed(tmp_path: Path) -> N
         (problem,) = [each for each in findings_of_tiers(root, code=11) if each[0] == "problem"]
         assert problem[1].startswith(f"nothing gets to the tier {bad}: ")
         assert "use another place" in problem[1]
-        assert problem[2] == "remove the cause: the run tries it again by itself"
+        assert problem[2] == "fix the cause: the run tries it again by itself"
         bad.unlink()
         checkpointer.wait(tier=bad)
     (history,) = histories(root)
@@ -465,4 +465,4 @@ def test_a_dry_run_says_what_the_policy_of_each_tier_would_let_go(copy: Run) -> 
     assert "tiers" not in answer("prune", copy.root, "--keep-last", 1)
     assert Catalog(copy.near).steps() == [6, 8], "only the root is pruned"
     shutil.rmtree(copy.near)
-    assert f"{copy.near}: cannot be looked at" in stillframe("prune", copy.root, "--keep-last", 1, "--dry-run")
+    assert f"{copy.near}: cannot be read" in stillframe("prune", copy.root, "--keep-last", 1, "--dry-run")

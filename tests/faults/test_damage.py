@@ -102,7 +102,7 @@ def test_an_epoch_whose_manifests_are_damaged_goes_on_from_the_one_before(root: 
     shutil.rmtree(root / "run")
     spoil(layout.manifest(root, 3))
     state = make_state(0)
-    with pytest.warns(RuntimeWarning, match="step 3 is damaged and passed over"):
+    with pytest.warns(RuntimeWarning, match="step 3 is damaged and was skipped"):
         assert restore(root, state).step == 2
     assert_same(state, make_state(2))
 

@@ -101,7 +101,7 @@ def test_close_leaves_a_keeper_that_only_tidies_up(
     gate.touch()
     with caplog.at_level(logging.WARNING):
         checkpointer.close()
-    assert f"the keeper (pid {keeper}) is left to tidy up by itself (it is in unlink of" in caplog.text
+    assert f"the keeper (pid {keeper}) continues to clean up in the background (it is in unlink of" in caplog.text
     assert Catalog(root).steps() == [1]
     owner = owner_of(PosixStore(root), 0)
     assert owner is not None

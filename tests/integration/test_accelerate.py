@@ -205,7 +205,7 @@ def test_a_directory_appears_when_durable_and_loads(tmp_path: Path) -> None:
 
     other, model, _ = parts(tmp_path / "other")
     (tmp_path / "_root").rename(tmp_path / "elsewhere")  # when no keeper writes there any more
-    with pytest.raises(stillframe.NotFoundError, match="was it moved without that"):
+    with pytest.raises(stillframe.NotFoundError, match="was it moved without its root"):
         other.load_state(tmp_path / "epoch_0")
     (tmp_path / "elsewhere").rename(tmp_path / "_root")
     other.load_state(tmp_path / "epoch_0")  # of another root

@@ -646,7 +646,7 @@ def test_a_tier_that_is_down_keeps_nobody_from_going_back_to_what_another_has(tm
         _away(tmp_path / "near")
         checkpointer.rewind(1)
         assert checkpointer.restore(state(-1)).step == 1
-        with pytest.raises(StorageError, match=r"step 7 was not found, but .*near cannot be looked at"):
+        with pytest.raises(StorageError, match=r"step 7 was not found, but .*near cannot be read"):
             checkpointer.rewind(7)
 
 
@@ -688,7 +688,7 @@ def unmount(tier: Path) -> None:
 
 @pytest.mark.parametrize(
     ("fails", "match"),
-    [(_away, r"step 4 .* was chosen, but .*tier cannot be looked at"), (unmount, "step 4 .* was there, and is gone")],
+    [(_away, r"step 4 .* was chosen, but .*tier cannot be read"), (unmount, "step 4 .* was there, and is gone")],
 )
 def test_a_tier_that_fails_when_a_step_of_it_was_chosen_is_no_fresh_start(
     tmp_path: Path, behind: Tier, fails: Callable[[Path], object], match: str, monkeypatch: pytest.MonkeyPatch
@@ -711,7 +711,7 @@ def test_a_tier_that_fails_makes_no_step_damaged_and_an_older_one_is_told(
     segment.write_bytes(segment.read_bytes()[:-1] + b"x")
     with monkeypatch.context() as patched:
         when_chosen(patched, lambda: _away(tier))
-        with pytest.raises(StorageError, match=r"step 4 .* was chosen, but .*tier cannot be looked at"):
+        with pytest.raises(StorageError, match=r"step 4 .* was chosen, but .*tier cannot be read"):
             stillframe.restore(root, state(-1), tiers=[behind])
     with pytest.warns(RuntimeWarning, match="step 4 is damaged"):  # it was down before: as if it was not there
         assert stillframe.restore(root, state(-1), tiers=[behind]).step == 2
@@ -728,7 +728,7 @@ def test_a_tier_that_fails_makes_no_step_damaged_and_an_older_one_is_told(
 def test_a_step_that_is_asked_for_is_not_called_missing_while_a_tier_is_down(tmp_path: Path, behind: Tier) -> None:
     shutil.rmtree(tmp_path / "root")
     _away(tmp_path / "tier")
-    with pytest.raises(StorageError, match=r"step 4 was not found, but .*tier cannot be looked at"):
+    with pytest.raises(StorageError, match=r"step 4 was not found, but .*tier cannot be read"):
         stillframe.restore(tmp_path / "root", state(-1), 4, tiers=[behind])
 
 
@@ -789,7 +789,7 @@ def test_what_another_run_has_put_into_a_tier_is_never_restored_for_this_one(
     (view,) = look_at_tiers(survey(tmp_path / "root"))
     assert "another run" in view.trouble
     (finding,) = finish(tmp_path / "root")
-    assert "was not looked at" in finding.what
+    assert "could not be read" in finding.what
 
 
 def test_a_restore_from_a_tier_and_steps_left_behind_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

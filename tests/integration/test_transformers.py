@@ -187,7 +187,7 @@ def test_what_goes_to_the_hub_are_plain_weights(tmp_path: Path, monkeypatch: pyt
 def test_what_cannot_work_is_refused(tmp_path: Path, option: str) -> None:
     trainer = make(tmp_path, installed=False)
     setattr(trainer.args, option, True)
-    with pytest.raises(ConfigError, match=f"{option} does not go with"):
+    with pytest.raises(ConfigError, match=f"{option} is not supported by"):
         stillframe.integrations.transformers.install(trainer)
     with pytest.raises(ConfigError, match="the trainer's own arguments say that"):
         stillframe.integrations.transformers.install(trainer, keep=stillframe.KeepLast(2))

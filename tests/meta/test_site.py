@@ -99,3 +99,25 @@ def test_pages_load_nothing_from_elsewhere() -> None:
     assert re.search(r"^  font: false", (REPOSITORY / "mkdocs.yml").read_text(), re.MULTILINE)
     for path in PAGES:
         assert not re.search(r"```mermaid|!\[[^\]]*\]\(http|<script|<iframe|<img", path.read_text()), path
+
+
+RETIRED = {
+    "passed over": "skipped",
+    "cannot be told": "cannot be determined",
+    "cannot be looked at": "cannot be read",
+    "cannot be had": "cannot be allocated",
+    "can be had": "is available, is granted",
+    "at their word": "is assumed",
+    "mend ": "fix ",
+}
+"""Phrases that stopped new readers, and what to write."""
+
+
+def test_plain_words_are_used() -> None:
+    code = [path.read_text() for path in Path(stillframe.__file__).parent.rglob("*.py")]
+    documents = [path.read_text() for path in [*PAGES, REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md"]]
+    for text in (*code, *documents):
+        words = " ".join(text.split()).lower()
+        for phrase, better in RETIRED.items():
+            at = re.search(rf"\b{phrase}", words)
+            assert at is None, f"write “{better}”: …{words[at.start() - 60 : at.end() + 40]}…"

@@ -385,7 +385,7 @@ def test_damage_that_one_rank_finds_makes_all_step_back_together(pair: Crew, tmp
         for step, told in pair.ask("restore"):
             assert step == 1
             assert len(told) == 1
-            assert "step 2 is damaged and passed over" in told[0]
+            assert "step 2 is damaged and was skipped" in told[0]
             assert "on rank 1: " in told[0]
         assert pair.ask("digest") == saved
     pair.step(2)

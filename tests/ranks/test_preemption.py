@@ -78,6 +78,6 @@ def test_a_rank_whose_others_are_gone_leaves_without_a_checkpoint(tmp_path: Path
         time.sleep(0.2)
         running.workers[0].send_signal(signal.SIGTERM)
         assert running.workers[0].wait(60) == 128 + signal.SIGTERM
-        assert "left without another checkpoint" in running.output
+        assert "exited without another checkpoint" in running.output
         assert "rank 1" in running.output
     assert stillframe.Catalog(tmp_path).latest() is None

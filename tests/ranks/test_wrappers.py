@@ -15,10 +15,10 @@ pytestmark = pytest.mark.timeout(300)
 def test_the_layout_that_was_saved_comes_back_and_no_other(tmp_path: Path) -> None:
     root = tmp_path / "run"
     run_ranks(2, "wrapper_worker.py", root, "by_hand")
-    for options in (["--all"], ["--below", "rows"]):  # a part must not be taken for the whole
+    for options in (["--all"], ["--key", "rows"]):  # a part must not be taken for the whole
         said = stillframe("export", root, tmp_path / "m.safetensors", *options, code=2)
         assert "divided over the ranks" in said
-    assert "each rank's own" in stillframe("export", root, tmp_path / "m.safetensors", "--below", "all", code=2)
+    assert "each rank's own" in stillframe("export", root, tmp_path / "m.safetensors", "--key", "all", code=2)
     stillframe("export", root, tmp_path / "m.safetensors", "--all", "--rank", 1)
 
 

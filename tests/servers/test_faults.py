@@ -204,7 +204,7 @@ def test_as_the_root_a_commit_that_nobody_can_tell_of_stands(server: Ceph, proxy
         checkpointer.save(1, state(1)).wait(timeout_s=30)
         with (
             proxy.doing(Fault(only="manifest.json", cut_answer=0)),  # it is done, and no answer comes
-            pytest.raises(StorageError, match="it cannot be told whether step 2 was committed"),
+            pytest.raises(StorageError, match="cannot determine whether step 2 was committed"),
         ):
             checkpointer.save(2, state(2)).wait(timeout_s=30)
         assert check_whole(server, url) == [1, 2]

@@ -1,4 +1,4 @@
-"""What cannot be looked at is neither there nor absent: nothing is deleted because of it, and it holds nobody up."""
+"""What cannot be read is neither there nor absent: nothing is deleted because of it, and it holds nobody up."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def root(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def catalog(root: Path) -> Catalog:
-    """Step 2 cannot be looked at."""
+    """Step 2 cannot be read."""
     return refusing(root, errno.EACCES, layout.step_dir(root, 2).name)
 
 
@@ -121,7 +121,7 @@ def test_nothing_is_removed_where_nobody_can_tell_what_it_is(root: Path, refused
         try:
             keeper.prune(SaveId(3))
         except StorageError:
-            assert refused != names.PIN, "a pin that cannot be looked at is a pin"
+            assert refused != names.PIN, "a pin that cannot be read is a pin"
     assert Catalog(root).steps() == [1, 2, 3]
     for step in (1, 2, 3):
         assert rank_files(0) <= {path.name for path in layout.step_dir(root, step).iterdir()}

@@ -307,8 +307,8 @@ def test_a_member_takes_back_its_files_only_on_the_word_of_rank_0(tmp_path: Path
 
 def test_a_member_keeps_its_files_where_rank_0_cannot_tell(tmp_path: Path) -> None:
     late = member(tmp_path)
-    OutcomeBook(PosixStore(tmp_path)).tell(Outcome(SAVE, "StorageError", "it cannot be told", files_stay=True))
-    with pytest.raises(StorageError, match="it cannot be told"):
+    OutcomeBook(PosixStore(tmp_path)).tell(Outcome(SAVE, "StorageError", "it cannot be determined", files_stay=True))
+    with pytest.raises(StorageError, match="cannot be determined"):
         late.poll(is_orphan=False)
     assert late.save.is_promised
 
@@ -346,7 +346,7 @@ def test_a_manifest_whose_fsync_fails_once_is_put_again(tmp_path: Path) -> None:
 
 def test_a_manifest_whose_fsync_goes_on_failing_is_in_doubt_and_stays(tmp_path: Path) -> None:
     save = sealed(PosixStore(tmp_path, calls=Failing(names.MANIFEST)), 0, 1)
-    with pytest.raises(StorageError, match="it cannot be told whether step 7 was committed"):
+    with pytest.raises(StorageError, match="cannot determine whether step 7 was committed"):
         save.commit([save.sealed])
     assert save.is_promised
     assert Catalog(tmp_path).is_committed(SAVE)
@@ -358,7 +358,7 @@ def test_a_manifest_that_was_refused_is_in_doubt_only_if_it_may_land_late(lands_
         return Fault.REFUSED if verb == "put_new" and key.endswith(names.MANIFEST) else None
 
     save = sealed(MemoryStore(MemoryBackend(lands_late), inject), 0, 1)
-    with pytest.raises(StorageError, match="it cannot be told" if lands_late else "injected fault"):
+    with pytest.raises(StorageError, match="cannot determine" if lands_late else "injected fault"):
         save.commit([save.sealed])
     assert save.is_promised is lands_late
 

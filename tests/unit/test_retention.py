@@ -220,7 +220,7 @@ def test_a_policy_as_text_is_plain_json() -> None:
     ],
 )  # fmt: skip
 def test_text_that_is_no_policy_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="no retention policy"):
+    with pytest.raises(ConfigError, match="not a retention policy"):
         decode_policy(text)
 
 

@@ -249,6 +249,8 @@ def test_a_refusal_says_what_to_do() -> None:
     message = refused({"a": lambda: None})
     assert "register_leaf" in message
     assert "does not pickle" in message
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.zeros(1)))
+    assert "DataLoader; put stillframe.Batches(loader) into the state" in refused({"data": loader})
 
 
 @pytest.mark.parametrize(

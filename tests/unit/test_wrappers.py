@@ -1,4 +1,4 @@
-"""Tensors that wrap others: taking them apart, comparing their contexts, and refusing what cannot be told."""
+"""Tensors that wrap others: taking them apart, comparing their contexts, and refusing what cannot be determined."""
 
 from __future__ import annotations
 

@@ -120,7 +120,7 @@ class Catalog:
             return decode_parent(data, file=where)
         except FormatError as error:
             raise FormatError(
-                f"{error}. It says which steps training is on. If you remove it, the manifests are asked instead"
+                f"{error}. It says which steps training is on. If you remove it, stillframe uses the manifests instead"
             ) from None
 
     def _recovered(self, saves: Collection[SaveId]) -> Branch:
@@ -148,7 +148,7 @@ class Catalog:
             try:
                 parent = self.parent(epoch)
             except (IntegrityError, VersionError) as error:  # no step of another epoch is damaged because of that
-                raise StorageError(f"it cannot be told what epoch {epoch} has saved: {error}") from error
+                raise StorageError(f"cannot determine what epoch {epoch} has saved: {error}") from error
             if parent is None:
                 return True
             self._is_shared[epoch] = parent.is_shared
@@ -256,7 +256,7 @@ class Catalog:
         return names.key(save, names.aside(self.rank))
 
     def is_committed(self, save: SaveId) -> bool:
-        """Raises :class:`StorageError` if that cannot be told."""
+        """Raises :class:`StorageError` if that cannot be determined."""
         # The tombstone first: it is removed last.
         if self.store.head(self.aside_key(save)) is not None and not self.is_void(save):
             return False
@@ -337,7 +337,7 @@ class Catalog:
         """What a checkpoint lacks as far as names and sizes tell; empty if nothing.
 
         ``files``: of its directory, if they are known.  A checkpoint that is gone by now is no fault: raises
-        :class:`NotFoundError`.  Raises :class:`StorageError` for what cannot be looked at.
+        :class:`NotFoundError`.  Raises :class:`StorageError` for what cannot be read.
         """
         save = manifest.save
         if files is None:

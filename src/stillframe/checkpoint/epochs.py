@@ -1,6 +1,6 @@
 """Epochs: which life of the run a writer belongs to.
 
-No lock can stop the late write of a keeper that was paused, and a lock that can be had proves nothing on some network
+No lock can stop the late write of a keeper that was paused, and a lock that is granted proves nothing on some network
 file systems.  So safety is two orders:
 
 - who writes in an epoch puts a manifest or a tombstone, *then* lists the epochs; if a newer one is there, the manifest
@@ -151,7 +151,7 @@ def _put_parent(catalog: Catalog, wanted: Parent) -> Parent:
     if not catalog.store.put_new(names.parent(wanted.epoch), encode_parent(wanted)):
         found, where = catalog.parent(wanted.epoch), catalog.store.where(names.parent(wanted.epoch))
         if found is None:
-            raise StorageError(f"{where} is there and is not: is the root in order?")
+            raise StorageError(f"{where} exists, but cannot be read: check the root")
         return found
     return wanted
 

@@ -1,5 +1,5 @@
 """The files of a root that tell what happened in a run (:mod:`stillframe.format.events`): which there are, and reading
-them.  They decide nothing: what cannot be read is passed over."""
+them.  They decide nothing: what cannot be read is skipped."""
 
 from __future__ import annotations
 

@@ -139,7 +139,7 @@ def discard(catalog: Catalog, save: SaveId) -> None:
 def settle(catalog: Catalog, save: SaveId) -> None:
     """Of a save whose keeper has died: its label appears if it is a checkpoint, and is removed if it is none.
 
-    Best effort: what cannot be told stays for the next run.
+    Best effort: what cannot be determined stays for the next run.
     """
     with contextlib.suppress(StorageError, ExistsError, StateError):
         if not isinstance(catalog.store, PosixStore) or not any(catalog.store.list(names.label_partial(save))):

@@ -107,7 +107,7 @@ def wait_finished(store: Store) -> bool:
     """Block until no keeper whose trainer is gone is at work here.  Whether nobody is: else a run trains here.
 
     Writes nothing.  Waits as long as such a keeper gets on; where there are no locks, for nobody.
-    Raises: :class:`BusyError` if one hangs; :class:`StorageError` if the root cannot be looked at.
+    Raises: :class:`BusyError` if one hangs; :class:`StorageError` if the root cannot be read.
     """
     ranks = [rank for name in store.list(names.RUN) if (rank := names.parse_lock(name)) is not None]
     return all(_wait_for_end(store, rank) for rank in sorted(ranks))
@@ -253,7 +253,8 @@ class RootLock:
         who = f"pid {owner.pid} on {owner.host} ({owner.state})" if owner else "another process"
         return BusyError(
             f"{self._store.where()} is being written by another run: {who}. "
-            "One run writes to a root: stop the other one, or give this one its own root"
+            "One run writes to a root: stop the other one, or give this one its own root. To read only, use "
+            "stillframe.restore() or stillframe.load()"
         )
 
     def note(self) -> None:

@@ -45,7 +45,7 @@ class RankPart:
         try:
             self._segment = opened(store, key)
         except StorageError as error:
-            raise read_error(f"{self.path} cannot be looked at", error) from error
+            raise read_error(f"{self.path} cannot be read", error) from error
         info, size = self._segment.info, self.seal.segment.bytes
         if info is None or not info.is_ours or info.size != size or size != entry.segment_bytes:
             found = "is missing" if info is None else f"has {info.size} bytes instead of {size}"

@@ -102,7 +102,7 @@ def is_there(checkpoint: Checkpoint, target: Catalog) -> bool:
     """
     save = checkpoint.save
     if not target.is_shared(save.epoch):
-        raise ExistsError(f"{target.root} holds the parts of some ranks alone (shared=False): give another place")
+        raise ExistsError(f"{target.root} holds the parts of some ranks only (shared=False): give another place")
     if not target.is_committed(save):
         _check_not_aside(target, save)
         return False

@@ -87,7 +87,7 @@ def _take_over(catalog: Catalog, save: SaveId, reason: Reason, epoch: int, messa
 
 
 def _was_published(catalog: Catalog, save: SaveId, key: str, data: bytes) -> bool:
-    """Whether it has been committed since the caller looked: then, or if that cannot be told, the tombstone goes."""
+    """Whether it has been committed since the caller looked: then, or if that is unknown, the tombstone goes."""
     is_published = True
     try:
         is_published = catalog.store.head(catalog.commit_key(save)) is not None
@@ -105,7 +105,7 @@ def _withdraw(catalog: Catalog, key: str, data: bytes) -> None:
 
 
 def is_pinned(catalog: Catalog, save: SaveId) -> bool:
-    """Raises :class:`StorageError` if that cannot be told."""
+    """Raises :class:`StorageError` if that cannot be determined."""
     return catalog.store.head(names.key(save, names.PIN)) is not None
 
 

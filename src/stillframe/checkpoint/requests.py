@@ -45,7 +45,7 @@ class Presence(enum.Enum):
 
 
 def presence(store: Store) -> Presence:
-    """Raises :class:`StorageError` if the lock cannot be looked at."""
+    """Raises :class:`StorageError` if the lock cannot be read."""
     try:
         with FileLock(store, names.lock(0), is_shared=True) as lock:
             if not lock.acquire():

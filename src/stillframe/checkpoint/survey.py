@@ -138,7 +138,7 @@ def _check_directory(path: Path) -> None:
         raise NotFoundError(f"{path} is one step of a root; give the root: {path.parent}")
     inside = [name for name in entries if _is_root(path / name)]
     if inside:
-        raise NotFoundError(f"{path} is no root, but {path / inside[0]} is one{_and_more(inside)}")
+        raise NotFoundError(f"{path} is not a root, but {path / inside[0]} is one{_and_more(inside)}")
     what = "is empty" if not entries else f"holds no checkpoint (but {entries[0]!r}{_and_more(entries)})"
     raise NotFoundError(f"{path} {what}; give the root that the Checkpointer was made with")
 
@@ -232,7 +232,7 @@ def _explain(catalog: Catalog, step: int) -> None:
     """Raises, if there is a better reason why a step is no checkpoint than that it is not there."""
     for each in reversed(_survey(catalog).saves):
         if each.step == step and each.state in ("quarantined", "damaged"):
-            raise IntegrityError(f"step {step} in {catalog.root} is no checkpoint any more: {each.reason}")
+            raise IntegrityError(f"step {step} in {catalog.root} is no longer a checkpoint: {each.reason}")
         if each.step == step and each.state == "in progress":
             raise NotFoundError(f"step {step} in {catalog.root} is being saved right now, and not committed yet")
 

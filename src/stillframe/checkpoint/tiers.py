@@ -1,6 +1,6 @@
 """The tiers behind a root, seen from outside: which there are, and what each holds of which save.
 
-Looks at names; reads a manifest only of what the root does not have.  A tier that cannot be looked at is a finding, not
+Looks at names; reads a manifest only of what the root does not have.  A tier that cannot be read is a finding, not
 an error, and holds nobody up for long.  Its credentials come from the environment: the root does not tell them.
 """
 

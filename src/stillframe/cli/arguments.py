@@ -31,7 +31,9 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON document inst
 Rank = Annotated[
     int | None,
     typer.Option(
-        "--rank", help="For per-rank values (RNG, plain tensors): which rank's to take.", show_default="the first"
+        "--rank",
+        help="For values saved separately by each rank (RNG, data position, plain tensors): use this rank's.",
+        show_default="the first",
     ),
 ]
 Out = Annotated[Path | None, typer.Option("--out", "-o", help="The file to write.", show_default=False)]

@@ -51,21 +51,19 @@ def command(
         ),
     ] = None,
     every: Annotated[bool, typer.Option("--all", help="Copy every checkpoint of the branch, oldest first.")] = False,
-    limit: Annotated[
-        str | None, typer.Option(help="Send at most so much a second, such as 500MB/s.", metavar="RATE")
-    ] = None,
+    limit: Annotated[str | None, typer.Option(help="Limit the bandwidth, such as 500MB/s.", metavar="RATE")] = None,
     json: Json = False,
 ) -> None:
     """Copy checkpoints to another root.
 
-    FROM and TO are directories or URLs. All data is verified while it is read. A checkpoint appears in TO when all of
-    it is there, and is the same there, byte for byte: a run can resume from it. What is there is not sent again: after
-    an interruption, run the command again. A TO that holds another run's checkpoints is refused, and not changed (exit
-    code 9).
+    FROM and TO are directories or URLs. All data is verified while it is read. A checkpoint appears in TO when it is
+    complete there. It is the same, byte for byte: a run can resume from it. Data that TO already has is not sent again:
+    after an interruption, run the command again. A TO that holds another run's checkpoints is refused, and not changed
+    (exit code 9).
 
     Where the ranks did not share their roots, copy from each of them: the last one completes the checkpoint. Until
-    then the exit code is 11. With --all, steps that are damaged are told and passed over (exit code 4), and so are
-    those that were removed from TO.
+    then the exit code is 11. With --all, damaged steps are reported and skipped (exit code 4), and so are steps that
+    were removed from TO.
 
     Examples: stillframe copy /nvme/gpt s3://bucket/gpt; stillframe copy runs/gpt /backup/gpt --all --limit 500MB/s
     """

@@ -104,7 +104,7 @@ def _open(root: str, step: str | None) -> Checkpoint:
     if is_step(root) and files.kind_of(root) == "nothing":
         raise ConfigError(f"give a second step to compare step {root} with")
     if step is not None and not is_step(step):
-        raise ConfigError(f"{step!r} is no step; give ROOT STEP STEP, or ROOT_A ROOT_B")
+        raise ConfigError(f"{step!r} is not a step; give ROOT STEP STEP, or ROOT_A ROOT_B")
     return survey.open_checkpoint(root, step_of(root, step))
 
 

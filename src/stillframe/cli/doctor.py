@@ -23,28 +23,28 @@ def command(
     quarantine: Annotated[
         bool, typer.Option("--quarantine", help="Read all data, and set aside every checkpoint that is damaged.")
     ] = False,
-    finish: Annotated[bool, typer.Option("--finish", help="Finish what was carried to a tier in part.")] = False,
+    finish: Annotated[bool, typer.Option("--finish", help="Complete the steps that are incomplete in a tier.")] = False,
     device: Annotated[bool, typer.Option("--device", help="Test the accelerator instead of a root.")] = False,
     json: Json = False,
 ) -> None:
     """Look for problems, and say what to do.
 
-    Damage, leftovers, free space, permissions; what is half there in the run's tiers, and why nothing gets to one.
-    Reads names, sizes, manifests and the journal of the run, but no data (`verify` does), and changes nothing. Exit
-    code 11 if something should be done, 4 if a checkpoint is damaged.
+    Checks for damage, leftovers, free space and permissions; for incomplete steps in the run's tiers, and for why
+    nothing arrives in one. Reads names, sizes, manifests and the journal of the run, but no data (`verify` does), and
+    changes nothing. Exit code 11 if something should be done, 4 if a checkpoint is damaged.
 
     With --quarantine it also reads every byte. What is damaged is read a second time, and if it is still damaged, the
     checkpoint is set aside: no restore tries it, and retention leaves it alone. Nothing is deleted. What cannot be read
     for now (an I/O error, a missing mount) is not damage, and is not set aside.
 
-    With --finish, a step that was carried to a tier in part, by a run that is gone, is finished there: the parts that
-    are missing are carried from the root, if it has them. Beside a living run nothing is done (exit code 7): it
-    finishes such steps by itself, or removes them.
+    With --finish, steps that a run which has ended left incomplete in a tier are completed there: missing parts are
+    copied from the root, if it has them. While a run is active, nothing is done (exit code 7): it completes or removes
+    such steps itself.
 
     With --device, and without a root, it tests this machine's accelerator, for two minutes at most: the order of copies
-    and updates, with controls that must come out wrong; pinning; the rate into the arena beside torch's own
-    best; a training that is killed and restored. Its checkpoints go to a temporary directory. Exit code 13 if a check
-    failed, 12 if there is no accelerator. What it prints is made to be sent along with a report.
+    and updates, with controls that must fail; pinning; the bandwidth into the arena, compared with torch's own copies;
+    a training that is killed and restored. Its checkpoints go to a temporary directory. Exit code 13 if a check failed,
+    12 if there is no accelerator. Attach what it prints to a bug report.
 
     Example: stillframe doctor runs/gpt; stillframe doctor runs/gpt --quarantine; stillframe doctor runs/gpt
     --finish; stillframe doctor --device

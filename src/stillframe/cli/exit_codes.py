@@ -18,7 +18,7 @@ EXIT_CODES: list[tuple[int, str, tuple[type[errors.StillframeError], ...]]] = [
     (8, "what is stored does not fit the request", (errors.StateError,)),
     (9, "the target exists already and was not changed", (errors.ExistsError,)),
     (DIFFERENT, "`diff`: the checkpoints differ", ()),
-    (TO_DO, "`doctor`, `copy`: something should be done, or is missing still", ()),
+    (TO_DO, "`doctor`, `copy`: something needs to be done, or is still missing", ()),
     (NO_DEVICE, "`doctor --device`: there is no accelerator here", ()),
     (BAD_DEVICE, "`doctor --device`: a check of the accelerator failed", ()),
     (130, "interrupted (Ctrl-C)", ()),

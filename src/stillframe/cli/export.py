@@ -39,9 +39,9 @@ def command(
     format: Annotated[
         Format | None, typer.Option(help="Default: torch if TO ends with .pt, .pth, .bin or .ckpt, else safetensors.")
     ] = None,
-    below: Annotated[
+    key: Annotated[
         str | None,
-        typer.Option(help="The path of the weights in the state.", metavar="PATH", show_default="model"),
+        typer.Option(help="The entry of the state that holds the weights.", metavar="PATH", show_default="model"),
     ] = None,
     everything: Annotated[
         bool, typer.Option("--all", help="Export the whole state (optimizer, values), not only the weights.")
@@ -61,15 +61,15 @@ def command(
     Examples: stillframe export runs/gpt 1000 gpt-hf; stillframe export runs/gpt gpt.pt
     """
     step, to = _step_and_to(step_and_to)
-    if everything and below is not None:
-        raise ConfigError("give --below PATH or --all, not both")
+    if everything and key is not None:
+        raise ConfigError("give --key PATH or --all, not both")
     kind = format or (Format.TORCH if to.suffix in _TORCH else Format.SAFETENSORS)
     largest = parse_bytes(max_file, "--max-file")
     survey.open_root(root)
     _check_absent(to)
     began = time.monotonic()
     with open_stored(root, step, rank) as stored:
-        chosen = choose.chosen(stored, everything, below, rank is not None)
+        chosen = choose.chosen(stored, everything, key, rank is not None)
         from stillframe.convert import (
             export as exporting,
         )  # imports torch: only once the arguments are known to be good

@@ -37,11 +37,12 @@ def command(
 ) -> None:
     """List the checkpoints in a root.
 
-    Those of the branch that training is on. For each step: its state, when it was saved, its size, how many ranks saved
-    it, and the metadata given to save(). A star marks the newest checkpoint. A narrow terminal gets fewer columns.
+    Lists the checkpoints of the branch that training is on. For each step: its state, when it was saved, its size, how
+    many ranks saved it, and the metadata given to save(). A star marks the newest checkpoint. A narrow terminal gets
+    fewer columns.
 
     If the run carries checkpoints to tiers, each has a column: whole, how many parts are there, carrying (a living run
-    goes on with it), – (nothing is there), ? (it cannot be looked at; the address of a server and the credentials come
+    goes on with it), – (nothing is there), ? (it cannot be read; the address of a server and the credentials come
     from the environment). Steps that only a tier has are listed, too. A line below says if another run has gone on in a
     tier, and which steps of the root do not count because of that.
 

@@ -48,12 +48,12 @@ def command(
     """Remove checkpoints that a policy does not keep.
 
     With several options, a checkpoint stays if any of them keeps it. The newest checkpoint of the branch always stays,
-    and so does one that is pinned, or that somebody reads. One that lacks files stays, and does not count. Those off
-    the branch go once the branch has reached their step.
+    and so does one that is pinned, or that somebody is reading. One that lacks files stays, and is not counted. Those
+    off the branch are removed once the branch has reached their step.
 
-    In a tier, --leftovers leaves what is half there and newer than all that is whole: it may be a part's only copy.
+    In a tier, --leftovers keeps incomplete steps newer than all complete ones: they may hold the only copy of a part.
 
-    Nothing goes from the run's tiers: each has a policy of its own, and a dry run also says what that would let go.
+    Nothing is removed from the run's tiers: each has a policy of its own; a dry run also shows what that would remove.
 
     A run that is active in the root is asked to do it; if it does not answer, nothing changes (exit code 7).
 

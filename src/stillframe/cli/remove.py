@@ -31,9 +31,9 @@ def command(
 ) -> None:
     """Remove the checkpoints of single steps.
 
-    Every checkpoint of these steps goes, also one that is off the branch or quarantined. A pinned step is refused, and
-    so is the newest checkpoint of the branch without --force: then nothing is removed. A run that is active in the root
-    is asked to do it; if it does not answer, nothing changes (exit code 7).
+    Removes every checkpoint of these steps, also one that is off the branch or quarantined. A pinned step is refused,
+    and so is the newest checkpoint of the branch without --force: then nothing is removed. A run that is active in the
+    root is asked to do it; if it does not answer, nothing changes (exit code 7).
 
     Example: stillframe remove runs/gpt 1000 2000
     """

@@ -22,7 +22,7 @@ class InTier(NamedTuple):
     root: str
     policy: str
     before: Survey | None
-    """``None``: the tier cannot be looked at."""
+    """``None``: the tier cannot be read."""
     plan: Plan
 
 
@@ -84,7 +84,7 @@ def _tier_json(tier: InTier) -> dict[str, object]:
 
 def _tier_lines(tier: InTier) -> list[str]:
     if tier.before is None:
-        return [f"cannot be looked at: {tier.plan.error}"]
+        return [f"cannot be read: {tier.plan.error}"]
     lines = ranges(tier.before, tier.plan.gone) or ["nothing"]
     return [f"{tier.policy} would let go {line}" for line in lines]
 

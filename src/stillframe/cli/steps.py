@@ -35,7 +35,7 @@ def step_of(root: str, text: str | None) -> int | None:
         return int(text)
     back = _BACK.fullmatch(text)
     if back is None:
-        raise ConfigError(f"{text!r} is no step: give its number, or latest, or -2 for the newest but one")
+        raise ConfigError(f"{text!r} is not a step: give its number, or latest, or -2 for the newest but one")
     catalog, number = open_root(root), int(back[1])
     steps = [save.step for save in catalog.committed()]
     if number >= len(steps):

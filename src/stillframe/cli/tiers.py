@@ -58,7 +58,7 @@ def _cell(view: TierView, save: SaveId) -> str:
 def about(view: TierView) -> str:
     """The whole name of a tier, and how it is used; or why nothing is known of it."""
     if view.trouble:
-        return f"{view.root} cannot be looked at: {view.why}"
+        return f"{view.root} cannot be read: {view.why}"
     note = view.note
     limit = f"at most {format_bytes(note.limit)}/s" if note.limit else ""
     return f"{view.root} ({', '.join(filter(None, (f'every {note.every}', policy_text(note), limit)))})"

@@ -62,7 +62,7 @@ def weights(stored: Stored, below: str | None, is_any_rank: bool) -> Choice:
         below = _MODEL
     if below is None and not all(entry.kind != "value" and len(entry.path) <= 1 for entry in found):
         raise ConfigError(
-            f"which part are the weights? The state holds {', '.join(tops[:8])}; say --below PATH, or --all"
+            f"which part are the weights? The state holds {', '.join(tops[:8])}; give --key PATH, or --all"
         )
     keys = [] if below is None else [part.replace("~1", "/").replace("~0", "~") for part in below.strip("/").split("/")]
     top, path = _descend(stored.tree, keys, below or "")
@@ -89,7 +89,7 @@ def check_names(tensors: Sequence[Named]) -> None:
     twice = [name for name, count in Counter(each.name for each in tensors).items() if count > 1 or name == _RESERVED]
     if twice:
         raise ConfigError(
-            f"{twice[0]!r} would be the name of two tensors, or is reserved: export as *.pt, or a part with --below"
+            f"{twice[0]!r} would be the name of two tensors, or is reserved: export as *.pt, or a part with --key"
         )
 
 
@@ -118,7 +118,7 @@ def _check_no_part(chosen: Choice) -> None:
         if node.part_of is not None and node.part_of.shape != node.shape:
             raise ConfigError(
                 f"a {node.type} of shape {list(node.part_of.shape)} is divided over the ranks, and only its class "
-                "knows how to put the parts together: say whose part you want with --rank, or leave it out with --below"
+                "knows how to put the parts together: say whose part you want with --rank, or leave it out with --key"
             )
 
 

@@ -159,7 +159,7 @@ def to_dcp(stored: Stored, choice: Choice, to: Path, on_bytes: OnBytes) -> Expor
     state = _Plain(stored, described).whole(choice.top)()
     check_names(choice.leaves)
     if not isinstance(state, dict):
-        raise ConfigError("a DCP checkpoint is a dict; give --below a dict, or choose another format")
+        raise ConfigError("a DCP checkpoint is a dict; give --key a dict, or choose another format")
     planner = _planner(stored, described, on_bytes)
     with files.publishing(to) as partial, dcp_errors(f"exporting to {to}"), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*single process")

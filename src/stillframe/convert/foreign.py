@@ -38,7 +38,7 @@ def refused_by_torch(path: Path) -> Iterator[None]:
         )
         raise UnsupportedStateError(
             f"{path} would not be read by torch.load(…, weights_only=True): the state holds types it does not "
-            f"know ({reason}); export the weights, or a part with --below"
+            f"know ({reason}); export the weights, or a part with --key"
         ) from None
     except RuntimeError as error:
         raise _translated(f"writing {path}", error) from error

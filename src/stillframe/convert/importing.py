@@ -68,7 +68,7 @@ def read_state(source: Path) -> Any:
     if kind == "directory":
         return _read_dcp(source) if _DCP_INDEX in files.names_in(source) else _read_directory(source)
     if kind != "file":
-        raise NotFoundError(f"there is no {source}" if kind == "nothing" else f"{source} is no file")
+        raise NotFoundError(f"there is no {source}" if kind == "nothing" else f"{source} is not a file")
     return _read_safetensors(source) if source.suffix == ".safetensors" else _read_torch(source)
 
 
@@ -123,7 +123,7 @@ def _read_safetensors(path: Path) -> dict[str, torch.Tensor]:
         with safe_open(path, framework="pt") as file:
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no dict
     except SafetensorError as error:
-        raise FormatError(f"{path} is no whole safetensors file: {error}") from None
+        raise FormatError(f"{path} is not a complete safetensors file: {error}") from None
 
 
 def _read_torch(path: Path) -> Any:
@@ -141,7 +141,7 @@ def _read_torch(path: Path) -> Any:
     except MemoryError:
         raise
     except Exception as error:  # whatever torch trips over in a damaged file
-        raise FormatError(f"{path} is no whole file of torch.save's: {type(error).__name__}: {error}") from None
+        raise FormatError(f"{path} is not a complete file of torch.save's: {type(error).__name__}: {error}") from None
 
 
 def _read_dcp(source: Path) -> Any:

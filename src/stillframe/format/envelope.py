@@ -101,7 +101,7 @@ def unwrap(kind: Kind, data: bytes, into: type[_T], file: str) -> tuple[_T, str,
 
 def _check_version(version: int, file: str) -> None:
     if version < 1:
-        raise FormatError(f"{file} has format version {version}, which there never was")
+        raise FormatError(f"{file} has format version {version}, which does not exist")
     if version > limits.VERSION:
         raise VersionError(
             f"{file} has format version {version}; this stillframe reads up to {limits.VERSION}: upgrade it"

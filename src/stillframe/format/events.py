@@ -7,7 +7,7 @@ before, one a second while bytes are on their way, one when a step is whole in a
 epoch by the writer's clock.
 
 Promise: events tell about checkpoints and decide nothing.  They are not made durable, a line that cannot be written
-is lost, and one that cannot be read is passed over.  At ``MAX_BYTES`` a file is rotated to
+is lost, and one that cannot be read is skipped.  At ``MAX_BYTES`` a file is rotated to
 ``.1``; the previous ``.1`` is deleted.
 """
 
@@ -132,7 +132,7 @@ _decoder = msgspec.json.Decoder(Event)
 
 
 def decode_lines(data: bytes) -> Iterator[Event]:
-    """Lines that are cut off, or of kinds that this version does not know, are passed over."""
+    """Lines that are cut off, or of kinds that this version does not know, are skipped."""
     for line in data.splitlines():
         with contextlib.suppress(ValueError, RecursionError):
             yield _decoder.decode(line)

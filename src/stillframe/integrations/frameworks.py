@@ -26,10 +26,10 @@ def check_version(module: Any, tested: str, instead: str) -> None:
 
 
 def refuse(call: str, wrong: dict[str, tuple[bool, str]]) -> None:
-    """``wrong``: whether something is set that does not go with our call, and a hint.  Raises :class:`ConfigError`."""
+    """``wrong``: whether something is set that our call does not support, and a hint.  Raises :class:`ConfigError`."""
     for name, (is_set, hint) in wrong.items():
         if is_set:
-            raise ConfigError(f"{name} does not go with stillframe's {call}: {hint}")
+            raise ConfigError(f"{name} is not supported by stillframe's {call}: {hint}")
 
 
 def put_between(thing: Any, ours: type, stock: type) -> None:

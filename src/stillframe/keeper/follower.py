@@ -75,7 +75,7 @@ class Follower(Mover):
             return
         with self._changed:
             if waiting is not None and waiting == self._waiting:
-                self._waiting = None  # it is the target, or was passed over
+                self._waiting = None  # it is the target, or was skipped
             if said.save != self._target:
                 self._target = None if said.save == self._committed else said.save
                 self._since_s, self._again_s = time.monotonic(), 0.0

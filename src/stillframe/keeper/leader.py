@@ -129,7 +129,7 @@ class Leader(Mover):
         return None if self._tier.is_committed(save) else save
 
     def _last_due_s(self) -> float:
-        """When the newest one there was saved, for a tier that goes by time; 0 if that cannot be told."""
+        """When the newest one there was saved, for a tier that goes by time; 0 if that cannot be determined."""
         if self._config.every_s and self._committed is not None:
             with contextlib.suppress(IntegrityError, VersionError, NotFoundError):
                 return self._tier.manifest(self._committed).saved_unix_s

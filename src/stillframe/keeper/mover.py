@@ -2,7 +2,7 @@
 
 Rank 0's keeper chooses one save at a time, and puts its name into the tier (:mod:`.leader`); every keeper carries its
 own part of that one.  (Ranks that choose alone never complete a step.)  It is carried to its end before another is
-chosen, then the newest that is due; those between are passed over.  The target and the one that waits are kept in the
+chosen, then the newest that is due; those between are skipped.  The target and the one that waits are kept in the
 root meanwhile.
 
 Nothing here holds up a save: a tier has a thread of its own.  A tier that fails is tried again with growing pauses.

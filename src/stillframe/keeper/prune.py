@@ -37,7 +37,7 @@ def remove_leftovers(catalog: Catalog) -> None:
     if not is_shared:
         check_free(catalog)
     elif ask(catalog, Wanted()) is not None:
-        raise BusyError(f"a run is at work in {catalog.root}: it removes what earlier runs have left by itself")
+        raise BusyError(f"a run is active in {catalog.root}: it removes what earlier runs have left by itself")
     epoch = epochs.begin_by_hand(catalog)
     for part in [catalog] if is_shared else [Catalog(catalog.store, rank) for rank in _ranks(catalog)]:
         Pruner(part, None, part.rank or 0, True, lambda: epoch, lambda: half_carried(catalog)).prune()

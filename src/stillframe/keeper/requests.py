@@ -58,7 +58,7 @@ class RequestDesk:
                 self.look()
 
     def look(self) -> None:
-        """Carry out what is asked for.  Raises :class:`StorageError` if that cannot be told."""
+        """Carry out what is asked for.  Raises :class:`StorageError` if that cannot be determined."""
         store = self._catalog.store
         asked = [found for name in store.list(names.RUN) if (found := names.parse_asked(name)) is not None]
         requests = {ticket for kind, ticket in asked if kind == "request"}

@@ -314,7 +314,7 @@ class Pruner:
 
 @contextlib.contextmanager
 def _collected(problems: list[StorageError]) -> Iterator[None]:
-    """One save that cannot be looked at keeps nobody from tidying the others."""
+    """One save that cannot be read keeps nobody from tidying the others."""
     try:
         yield
     except StorageError as error:

@@ -236,7 +236,7 @@ class SegmentWriter:
         except StorageError as again:
             if again is error:
                 raise
-            raise StorageError(f"it cannot be told whether step {self.begin.step} was committed: {error}") from error
+            raise StorageError(f"cannot determine whether step {self.begin.step} was committed: {error}") from error
 
     def _write_label(self) -> None:
         """What goes wrong is told when the save is committed."""

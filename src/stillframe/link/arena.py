@@ -88,7 +88,7 @@ class Arena:
     def take(self, is_cancelled: Callable[[], bool], holder: object) -> int | None:
         """A free span to be filled, or ``None`` if cancelled.  Blocks until the keeper frees one, or is given up.
 
-        Raises: ``MemoryError`` if none will ever be free again, or the memory cannot be had.
+        Raises: ``MemoryError`` if none will ever be free again, or the memory cannot be allocated.
         """
         with self._lock:
             if not self._free:
@@ -237,4 +237,4 @@ def _mapped(nbytes: int) -> tuple[int, mmap.mmap]:
 
 def _refused(nbytes: int, error: OSError) -> ConfigError:
     advice = _ADVICE.get(error.errno or 0, _SMALLER)
-    return ConfigError(f"an arena of {format_bytes(nbytes)} cannot be had: {error.strerror}; {advice}")
+    return ConfigError(f"an arena of {format_bytes(nbytes)} cannot be allocated: {error.strerror}; {advice}")

@@ -2,7 +2,7 @@
 
 A control group counts with every group above it, as far as its mount shows them: a job's, a step's, a container's, or
 systemd's.  Page cache counts as free, because the kernel drops it when a process asks for memory; memory in swap does
-not.  A file that is not there, or cannot be read, is a limit that is not known: it is passed over.
+not.  A file that is not there, or cannot be read, is a limit that is not known: it is ignored.
 
 All of it is read below a directory, ``/`` unless a test has built another.
 """
@@ -23,7 +23,7 @@ _PAGE_BYTES = resource.getpagesize()
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """So many bytes can still be had, and what says so."""
+    """How many bytes can still be allocated, and by which limit."""
 
     nbytes: int
     of: str

@@ -102,7 +102,7 @@ def _writers(found: Survey) -> list[Finding]:
         findings.append(Finding("note", f"{owner.doing}: {who}"))
     for rank, owner in {**found.last_words, **found.owners}.items():
         if owner.failure:
-            advice = "remove the cause; the next run reports this failure as well"
+            advice = "fix the cause; the next run reports this failure as well"
             findings.append(Finding("problem", f"the last save of rank {rank} failed: {owner.failure}", advice))
     return findings
 
@@ -132,7 +132,7 @@ def _tiers(found: Survey) -> list[Finding]:
 
 def _tier(view: TierView, latest: int | None) -> Finding:
     if view.trouble:
-        return Finding("note", f"the tier {view.root} cannot be looked at: {view.why}")
+        return Finding("note", f"the tier {view.root} cannot be read: {view.why}")
     if view.newest is None:
         return Finding("note", f"the tier {view.root} has no checkpoint")
     count = format_count(sum(held.state == "whole" for held in view.held.values()), "checkpoint")
@@ -154,11 +154,11 @@ def _writing(view: TierView, found: Survey, failing: Standing | None) -> list[Fi
     findings = []
     if failing is not None:
         now = "nothing gets to" if found.owners else "the last run could not write to"
-        advice = f"remove the cause; the next run carries on, or now: stillframe copy {found.root} {view.root}"
+        advice = f"fix the cause; the next run carries on, or now: stillframe copy {found.root} {view.root}"
         if failing.is_over:
             advice = "give the run a tier of its own"
         elif found.owners:
-            advice = "remove the cause: the run tries it again by itself"
+            advice = "fix the cause: the run tries it again by itself"
         findings.append(Finding("problem", f"{now} the tier {view.root}: {failing.trouble}", advice))
     if view.trouble or is_url(view.root):
         return findings

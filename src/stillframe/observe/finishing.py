@@ -25,7 +25,7 @@ def finish(root: str | os.PathLike[str], on_bytes: OnBytes = lambda _count: None
 
     What cannot be finished is told by :func:`stillframe.observe.doctor.examine` as before.
     Raises: :class:`NotFoundError` if it is no root; :class:`BusyError` if a run is at work there: it does that itself;
-    :class:`StorageError` if the root cannot be looked at.
+    :class:`StorageError` if the root cannot be read.
     """
     found = survey(root)
     views = look_at_tiers(found)
@@ -36,10 +36,10 @@ def finish(root: str | os.PathLike[str], on_bytes: OnBytes = lambda _count: None
         if held.state in ("partial", "carrying")
     ]
     unseen = [
-        Finding("problem", f"the tier {view.root} was not looked at: {view.trouble}") for view in views if view.trouble
+        Finding("problem", f"the tier {view.root} could not be read: {view.trouble}") for view in views if view.trouble
     ]
     if not half:
-        return unseen or [Finding("fine", "nothing is half there in the tiers")]
+        return unseen or [Finding("fine", "no step in the tiers is incomplete")]
     source = Catalog(found.root)
     _check_nobody(source, found)
     return [*(_finish(source, tier, save, on_bytes) for tier, save in half), *unseen]
@@ -50,7 +50,7 @@ def _check_nobody(source: Catalog, found: Survey) -> None:
     if not found.is_shared:
         check_free(source)
     elif found.owners or ask(source, Wanted()) is not None:
-        raise BusyError(f"a run is at work in {source.root}: it finishes what is half there by itself, or removes it")
+        raise BusyError(f"a run is active in {source.root}: it finishes or removes incomplete steps itself")
 
 
 def _finish(source: Catalog, tier: Catalog, save: SaveId, on_bytes: OnBytes) -> Finding:
@@ -64,7 +64,7 @@ def _finish(source: Catalog, tier: Catalog, save: SaveId, on_bytes: OnBytes) -> 
             except (NotFoundError, IntegrityError, VersionError) as error:
                 why = text_of(error)
     except StillframeError as error:
-        return Finding("problem", f"{what} could not be finished: {text_of(error)}", "remove the cause, and try again")
+        return Finding("problem", f"{what} could not be finished: {text_of(error)}", "fix the cause, and try again")
     if missing:
         return Finding("note", f"{what} is not finished: the parts of {format_ranks(missing)} are missing; {why}")
     return Finding("fine", f"{what} is finished: it is a checkpoint there")

@@ -38,7 +38,7 @@ def treat(root: str | os.PathLike[str], read: Read) -> list[Finding]:
             continue  # a run has removed it in the meantime
         except (StorageError, VersionError, BusyError) as error:
             what = f"step {each.step} could not be verified, and was not set aside: {error}"
-            findings.append(Finding("problem", what, "remove the cause, and try again"))
+            findings.append(Finding("problem", what, "fix the cause, and try again"))
     what = f"read {format_bytes(bytes_read)} of {format_count(count, 'checkpoint')}; {aside or 'nothing'} set aside"
     return [Finding("fine", what), *findings]
 

@@ -75,7 +75,7 @@ class Chooser:
         """Raises what the root raises."""
         found = self._sources.seen(self._asked, passed_over)
         if self._catalog.rank is None:
-            # From the newest on: of an older one that cannot be looked at nobody needs to know.
+            # From the newest on: of an older one that cannot be read nobody needs to know.
             newest = next(found, None)
             if newest is None and self._asked is not None:
                 newest = self._find(self._asked, passed_over)
@@ -112,7 +112,7 @@ class Chooser:
     # --- what is chosen --------------------------------------------------------------------
 
     def judge(self, outcomes: list[Answer], passed_over: Collection[SaveId]) -> Choice:
-        """Raises what a rank has met; :class:`StorageError` if it cannot be told that there is nothing."""
+        """Raises what a rank has met; :class:`StorageError` if it cannot be determined that there is nothing."""
         raise_errors(outcomes)
         offers = [msgspec.convert(each.value, Offer, from_attributes=True) for each in outcomes]
         for name in msgspec.structs.fields(Wanted):

@@ -2,7 +2,7 @@
 
 Ranks agree four times for each step they try: which step it is, that it fits the live state on every rank, that every
 byte was read and verified, and that every object took its state.  Nothing is touched before the second.  If one rank
-finds damage, all ranks try the next older step.  Nothing is written: what is damaged is passed over, and reported.
+finds damage, all ranks try the next older step.  Nothing is written: what is damaged is skipped, and reported.
 """
 
 from __future__ import annotations
@@ -59,13 +59,13 @@ def restore(
     storage_options: Mapping[str, Any] | None = None,
     tiers: Sequence[Tier] = (),
 ) -> RestoreReport:
-    """Put a checkpoint into the live objects of ``state``, as ``Checkpointer.restore`` does, for those who only read.
+    """Put a checkpoint into the live objects of ``state``, as ``Checkpointer.restore`` does, without writing anything.
 
-    Writes nothing, waits for nobody, and starts no process: an evaluation can use it beside a running trainer.  If
-    retention removes the newest step meanwhile, the next newest is taken.  The ranks of torch.distributed restore
-    together, if it is initialised; give ``rank=0, world_size=1`` to restore alone.
+    It waits for nobody and starts no process, so an evaluation can use it beside a running training.  If retention
+    removes the newest step meanwhile, it restores the next newest.  The ranks of torch.distributed restore together, if
+    it is initialised; give ``rank=0, world_size=1`` to restore alone.
 
-    ``tiers``: where else it may lie, as for a ``Checkpointer``.
+    ``tiers``: other places to restore from, as for a ``Checkpointer``.
 
     Blocks until done.  Raises: as :meth:`Checkpointer.restore`.
     """
@@ -225,7 +225,7 @@ class Resume:
     def _next_source(self, save: SaveId, source: Catalog, error: StillframeError) -> Catalog:
         """Another that has it, after one turned out to be damaged.  Raises the error if there is none.
 
-        Raises :class:`StorageError` if that cannot be told.
+        Raises :class:`StorageError` if that cannot be determined.
         """
         found = self._sources.next_after(save, source)
         if found is None:
@@ -252,7 +252,7 @@ class Resume:
                 where = f"on {format_ranks(each.rank for each in failed)}: " if len(outcomes) > 1 else ""
                 raise StateError(
                     f"{where}{failed[0].value}. Step {step} was read, but not every object took its state: the state "
-                    "is partly overwritten. Mend that object, and restore again, or leave it out with exclude="
+                    "is partly overwritten. Fix that object, and restore again, or leave it out with exclude="
                 )
 
         try:
@@ -291,7 +291,7 @@ class Resume:
     def _pass_over(self, save: SaveId, damage: str) -> None:
         self._skipped.append(SkippedStep(save.step, damage))
         warnings.warn(
-            f"step {save.step} is damaged and passed over by this restore: {damage}. Check the disk; "
+            f"step {save.step} is damaged and was skipped: {damage}. Check the disk; "
             f"`stillframe verify {self._place} {save.step}` reads it again, "
             f"`stillframe doctor {self._place} --quarantine` sets it aside for good",
             RuntimeWarning, stacklevel=4,

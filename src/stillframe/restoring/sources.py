@@ -73,7 +73,7 @@ class Sources:
         self._run_names: dict[tuple[str, int], str] = {}
         self._chosen: tuple[SaveId, str] | None = None
         self.unfit: dict[SaveId, int] = {}
-        """What was passed over when it was last looked: another number of ranks has made it, which is given."""
+        """What the last look skipped: it was saved by another number of ranks, which is given."""
 
     def _of_tier(self, tier: Catalog) -> list[Catalog]:
         return [tier] if self._root.rank is None else [tier, OwnPart(tier, self._root.rank)]
@@ -113,7 +113,7 @@ class Sources:
 
     def _give_up(self, tier: Catalog, error: StillframeError) -> None:
         self._silent.add(tier.root)
-        why = f"{tier.root} cannot be looked at: {text_of(error)}"
+        why = f"{tier.root} cannot be read: {text_of(error)}"
         self.trouble = self.trouble or why
         if not isinstance(error, ExistsError):  # else it holds nothing of ours
             self.unreached = self.unreached or why
@@ -241,7 +241,7 @@ class Sources:
                     claim(tier)
 
     def nearest(self, save: SaveId) -> Catalog:
-        """Raises: :class:`NotFoundError` if none has it; :class:`StorageError` if that cannot be told."""
+        """Raises: :class:`NotFoundError` if none has it; :class:`StorageError` if that cannot be determined."""
         found = next(self.having(save), None)
         if found is not None:
             return found
@@ -260,7 +260,7 @@ class Sources:
         return found
 
     def is_gone(self, save: SaveId) -> bool:
-        """Raises :class:`StorageError` if that cannot be told."""
+        """Raises :class:`StorageError` if that cannot be determined."""
         found = next(self.having(save), None)
         if found is None and self._lost:
             raise _cannot_read(save, self._lost)

@@ -52,7 +52,7 @@ class Budget:
                 logger.warning("save() waits for room: the steps %s are not staged yet. Is the storage slow?", names)
             if quiet_turns >= _STALL_TURNS:
                 raise BusyError(
-                    f"there is no room for another save: the steps {names} are not staged, and nothing moves"
+                    f"there is no room for another save: the steps {names} are not staged, and make no progress"
                 )
 
     def add(self, save: Save, captured_bytes: int) -> None:

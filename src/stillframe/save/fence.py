@@ -65,7 +65,7 @@ class OptimizerFence:
     def has_updated(self, tensors: Iterable[torch.Tensor]) -> bool:
         """Whether one of these is, by its memory, a parameter of an optimizer that has made an update.
 
-        True if that cannot be told: it is asked for a warning, which must cost no save.
+        True if that cannot be determined: it is asked for a warning, which must cost no save.
         """
         try:
             groups = [group for optimizer in list(self._made) for group in optimizer.param_groups]

@@ -58,7 +58,7 @@ class Save:
 
     @property
     def tiers(self) -> dict[str, TierPhase]:
-        """How far it is in each tier: ``"waiting"``, ``"carrying"``, ``"committed"`` or ``"not carried"``."""
+        """Its progress in each tier: ``"waiting"``, ``"carrying"``, ``"committed"`` or ``"not carried"``."""
         tiers = self._saves.tiers
         return {} if tiers is None else tiers.phases(self)
 
@@ -77,12 +77,12 @@ class Save:
         self._saves.wait_for(self, phase, timeout_s, tier)
 
     def then(self, function: Callable[[Save], object]) -> None:
-        """Have ``function(save)`` called once this save is committed, at once if it is; not if it fails.
+        """Call ``function(save)`` once this save is committed (at once if it already is); not if it fails.
 
-        Thread: one of stillframe's own, for all functions of a checkpointer, one after the other, in the order of the
-        commits.  It may block: nothing but later functions waits for it.  What it raises is logged.  ``close()`` waits
-        until all have returned.  A process that ends without ``close()`` calls none any more, though its keeper
-        commits what is staged; so what must happen for every checkpoint has to be made up for by the next run.
+        Thread: one of stillframe's own; functions of a checkpointer run one after the other, in the order of commits.
+        The function may block: only later functions wait for it.  What it raises is logged.  ``close()`` waits until
+        all have returned.  A process that ends without ``close()`` calls no more of them, although its keeper still
+        commits what is staged.
         """
         if not callable(function):
             raise ConfigError(f"then({function!r}): give a function that takes the save")

@@ -221,7 +221,7 @@ class KeeperClient:
                 with contextlib.suppress(DeadlineError):
                     answer.get(LOOK_S)
                 turn()
-            answer.fail(KeeperError(f"nobody listens to the keeper (pid {keeper.pid}) any more"))
+            answer.fail(KeeperError(f"the connection to the keeper (pid {keeper.pid}) is closed"))
             done = answer.get()
         finally:
             self._answers.pop(request, None)
@@ -270,7 +270,7 @@ class KeeperClient:
         current.wait_ended(TIDY_S if timeout_s is None else min(timeout_s, TIDY_S))
         if not current.is_gone and (timeout_s is None or timeout_s > TIDY_S):
             doing = f" (it is {current.doing})" if current.doing else ""
-            logger.warning("the keeper (pid %d) is left to tidy up by itself%s", current.pid, doing)
+            logger.warning("the keeper (pid %d) continues to clean up in the background%s", current.pid, doing)
 
     def look_now(self) -> None:
         """Somebody waits: news is taken at once from here on."""
@@ -284,7 +284,7 @@ class KeeperClient:
             keeper = save.job.keeper
             if keeper is not None and not keeper.is_listened_to:
                 keeper.end()
-                self._on_exit(keeper, KeeperError(f"nobody listens to the keeper (pid {keeper.pid}) any more"))
+                self._on_exit(keeper, KeeperError(f"the connection to the keeper (pid {keeper.pid}) is closed"))
 
     def hang_up(self) -> None:
         """Take no more from the keeper and send it nothing more; it finishes what it has."""

@@ -179,7 +179,7 @@ class KeeperProcess:
             error = KeeperError(f"the keeper (pid {self.pid}) {verdict} {lost}") if verdict else None
         except BaseException as problem:
             error = KeeperError(
-                f"what the keeper (pid {self.pid}) says cannot be understood ({type(problem).__name__}: "
+                f"a message of the keeper (pid {self.pid}) says cannot be decoded ({type(problem).__name__}: "
                 f"{text_of(problem)}); it was ended, and the next save starts another"
             )
         if error is not None:

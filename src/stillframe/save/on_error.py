@@ -50,4 +50,4 @@ class Telling:
             try:
                 self._on_error(error)
             except Exception as problem:
-                logger.warning("on_error raised %s: %s; it was told: %s", type(problem).__name__, problem, error)
+                logger.warning("on_error raised %s: %s; the error was: %s", type(problem).__name__, problem, error)

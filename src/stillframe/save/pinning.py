@@ -251,7 +251,7 @@ def _check(arena: Arena, runtime: Runtime) -> None:
         if runtime.is_registered(address):
             raise StateError(
                 "the arena lies where memory was that something in this process pinned and freed without unpinning it; "
-                "copies may go astray: restart the process, or give arena= another size"
+                "copies may go to the wrong memory: restart the process, or give arena= another size"
             )
 
 

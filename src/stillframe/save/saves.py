@@ -252,7 +252,7 @@ class Saves:
         except StillframeError as error:
             logger.warning("at exit: %s", error)
         for save in self._take_untold():
-            logger.warning("saving step %d failed, and nobody was told: %s", save.step, save.error)
+            logger.warning("saving step %d failed, and nothing raised its error: %s", save.step, save.error)
 
     def _take_untold(self) -> list[Save]:
         """None unless they are to be raised: else they have been told."""

@@ -95,7 +95,7 @@ class SealCount:
             try:
                 return is_over()
             except (RuntimeError, OSError) as error:
-                why = "it cannot be told whether every rank has sealed it: the store of torch.distributed is gone"
+                why = "cannot determine whether every rank has sealed it: the store of torch.distributed is gone"
                 self._fail(saves, own, DeadlineError(f"step {save.step}: {why} ({error})"))
                 return True
 

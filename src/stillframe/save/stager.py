@@ -129,7 +129,7 @@ class Stager:
         """Fail the saves that nobody works on any more, because a thread or a keeper has ended without a word."""
         with self._starting:
             if not is_running(self._thread):
-                self._endings.lose_issuing(KeeperError("the thread that stages ended unexpectedly"))
+                self._endings.lose_issuing(KeeperError("the staging thread ended unexpectedly"))
                 if not self._is_closed:
                     self._start()
                     self.hurry()
@@ -249,7 +249,7 @@ class Stager:
             with contextlib.suppress(DeadlineError):
                 done.get(LOOK_S)
             if not done.is_given and not is_running(self._thread):
-                raise StateError("the thread that stages ended unexpectedly")
+                raise StateError("the staging thread ended unexpectedly")
         done.get()
 
     def give_up(self, why: str) -> list[int]:

@@ -24,13 +24,13 @@ class Batches(Generic[_T]):
             for batch in batches:
                 ...
 
-    A resumed run then gets the batches that the first would have got next, in their order, and draws what it would have
-    drawn from then on (as :class:`RNG`, which is part of it): with ``shuffle=True``, several workers, and random
-    numbers drawn by dataset, workers and model.
+    A resumed run then gets the same batches, in the same order, and draws the same random numbers as the first run
+    would have (it includes :class:`RNG`): with ``shuffle=True``, several workers, and random numbers drawn by dataset,
+    workers and model.
 
-    The first pass after a restore goes through the batches that were taken already, and drops them; that takes the time
-    of loading them.  Covered are the generators that :class:`RNG` covers, the loader's own, and its sampler's.  Not
-    covered: workers that draw random numbers and are kept from pass to pass (``persistent_workers=True``).
+    The first pass after a restore loads the batches that were taken before once more, and drops them.  Saved are the
+    generators that :class:`RNG` saves, the loader's own, and its sampler's.  Not saved: random numbers of workers that
+    are kept from pass to pass (``persistent_workers=True``).
     """
 
     def __init__(self, loader: Iterable[_T]) -> None:

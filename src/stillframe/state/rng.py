@@ -34,25 +34,24 @@ class Devices:
 
 
 class RNG:
-    """Put ``"rng": stillframe.RNG()`` in the state, and a resumed run draws what the first would have drawn.
+    """Put ``"rng": stillframe.RNG()`` in the state: a resumed run then draws the same random numbers.
 
     Covers Python's ``random``, torch's generator on the CPU and on every accelerator device (if its module has
-    ``get_rng_state``), and, if numpy is loaded, its global generator.  Generators that the program made itself go into
-    the state by their own state.
+    ``get_rng_state``), and, if numpy is loaded, its global generator.  Put generators that your program
+    made itself into the state, too.
 
     Where other devices are visible than at save time, the current device takes the state of the one that was current
-    then, and the others take theirs by index.  A warning tells what was left over.
+    then, and the others take theirs by index.  A warning says what was not used.
 
-    Making an iterator of a ``DataLoader`` draws a number, also after a restore, where the first run did not.  So
-    iterate over :class:`Batches`, which takes care of it; or, with a loader that keeps its own position, call
-    :meth:`again`.
+    ``iter(DataLoader)`` draws a random number, also after a restore, where the first run drew none.  Iterate over
+    :class:`Batches`, which handles that; or, with a loader that keeps its own position, call :meth:`again`.
     """
 
     def __init__(self) -> None:
         self._restored: dict[str, Any] | None = None
 
     def again(self) -> None:
-        """Put back once more what was restored, if anything was: when the first batch after a restore has come."""
+        """Restore the same generators once more: call it when the first batch after a restore has come."""
         if self._restored is not None:
             self.load_state_dict(self._restored)
 

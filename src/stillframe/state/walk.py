@@ -334,7 +334,7 @@ def is_stateful(node: object) -> bool:
 
 
 def module_state(module: torch.nn.Module) -> dict[str, Any]:
-    """The module's state dict holding its live parameters themselves where that can be had."""
+    """The module's state dict holding its live parameters themselves where possible."""
     if type(module).state_dict is torch.nn.Module.state_dict:
         return dict(module.state_dict(keep_vars=True))
     return dict(module.state_dict())
@@ -354,6 +354,8 @@ def _refuse(kind: type) -> str:
     if issubclass(kind, dict | list | tuple):
         base = next(base for base in (dict, list, tuple) if issubclass(kind, base))
         return f"a {name}, which would come back as a plain {base.__name__}; convert it with {base.__name__}(…)"
+    if issubclass(kind, torch.utils.data.DataLoader):
+        return f"a {name}; put stillframe.Batches(loader) into the state in its place, and iterate over that"
     return f"an object of type {name}"
 
 

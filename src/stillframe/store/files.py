@@ -22,7 +22,7 @@ Kind = Literal["file", "directory", "other", "nothing"]
 
 
 def kind_of(path: str | os.PathLike[str]) -> Kind:
-    """What a path leads to.  Raises :class:`StorageError` if that cannot be told."""
+    """What a path leads to.  Raises :class:`StorageError` if that cannot be determined."""
     place = Path(path)
     with translated(f"looking at {place}"):
         try:
@@ -78,7 +78,7 @@ def write_file(path: str | os.PathLike[str], data: bytes, *, is_forced: bool = F
         if is_forced:
             store.put(name, data)
         elif is_taken(path) or not store.put_new(name, data):
-            raise ExistsError(f"{path} is there already, and is left alone")
+            raise ExistsError(f"{path} exists already, and was not changed")
     finally:
         store.close()
 
@@ -91,7 +91,7 @@ def publishing(to: Path) -> Iterator[Path]:
     Raises :class:`ExistsError` if anything has that name.
     """
     if is_taken(to):
-        raise ExistsError(f"{to} is there already, and is left alone; choose another name or remove it")
+        raise ExistsError(f"{to} exists already, and was not changed; choose another name or remove it")
     with _partial(to) as partial:
         yield partial
         _publish(partial, to)
@@ -204,7 +204,7 @@ def mapped(path: Path, size: int | None = None) -> mmap.mmap:
 
 
 def is_open_at(file: Any, path: str | os.PathLike[str]) -> bool:
-    """Whether this open file is the one that is at this path now; not if that cannot be told."""
+    """Whether this open file is the one that is at this path now; not if that cannot be determined."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
     except (AttributeError, OSError, TypeError, ValueError):

@@ -188,7 +188,7 @@ class Server:
                 conflicts += 1
                 if conflicts == _CONFLICTS:
                     raise StorageError(
-                        f"writing {self._url}/{path}: others write the same object again and again"
+                        f"writing {self._url}/{path}: other clients keep writing the same object"
                     ) from None
             except BaseError as error:  # of what has a condition, obstore repeats nothing that may have been done
                 if not is_unanswered(error) or time.monotonic() - began > self._again_s:
@@ -344,7 +344,7 @@ class Server:
             self._activity.end()
 
     def _no_bucket(self, doing: str) -> StorageError:
-        return StorageError(f"{doing}: there is no such {cloud_of(self._url).place}: make it first, or mend the URL")
+        return StorageError(f"{doing}: there is no such {cloud_of(self._url).place}: make it first, or fix the URL")
 
 
 def _is_main() -> bool:

@@ -125,7 +125,7 @@ class Parser:
         self._written: dict[int, int] = {}
         """When each file was written last."""
         self._cut_off: set[int] = set()
-        """Files that somebody was killed in the middle of writing: how much of that happened cannot be told."""
+        """Files that somebody was killed in the middle of writing: how much of that happened cannot be determined."""
         self._place = "".join(f"\\x{each:02x}" for each in os.fsencode(self.top.parent))
         self._told_notes = str(self.top.with_name("notes"))
 

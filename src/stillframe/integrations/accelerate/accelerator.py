@@ -253,7 +253,7 @@ class StillframeAccelerator(Accelerator):  # type: ignore[misc]
         told = files.read_file(os.path.join(directory, _FILE)).decode()
         root = os.path.normpath(os.path.join(directory, told))
         if save.step not in Catalog(root).steps():
-            raise NotFoundError(f"{input_dir} stands for {save}, which is not in {root}: was it moved without that?")
+            raise NotFoundError(f"{input_dir} refers to {save}, which is not in {root}: was it moved without its root?")
         return root, save.step
 
     def _find_iteration(self) -> int:

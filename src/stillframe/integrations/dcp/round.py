@@ -79,7 +79,7 @@ class Round:
             self._is_over = True
         if error is not None and self.staging is not None:
             self.staging.failed(error)
-        with contextlib.suppress(Exception):  # the others cannot be told, and wait for their deadline
+        with contextlib.suppress(Exception):  # the others cannot be informed, and wait for their deadline
             if error is None:
                 self._using.close()
             else:

@@ -135,7 +135,7 @@ class CheckpointEngine:
         process, and of a run just killed.
 
         Raises, on every rank: :class:`NotFoundError` if there is no such tag; :class:`StorageError` if that, or whether
-        there is a ``latest``, cannot be told: DeepSpeed would take it for a fresh start.
+        there is a ``latest``, cannot be determined: DeepSpeed would take it for a fresh start.
         """
         directory_address(directory)
         rank, world_size = seat()

@@ -33,7 +33,7 @@ def export(
     is_there = files.kind_of(directory) == "directory"
     names = [name for name in files.names_in(directory) if name.endswith(".pt")] if is_there else []
     if not names:
-        raise NotFoundError(f"{directory} is no tag of a checkpoint")
+        raise NotFoundError(f"{directory} is not the tag of a checkpoint")
     with files.publishing(Path(to, tag)) as partial:
         files.make_directory(partial)
         for name in names:

@@ -69,7 +69,7 @@ def read(path: str, map_location: Any, allow_pickle: bool, how: str) -> Any:
     """What was saved as this file of a tag, verified; or the content of a file of DeepSpeed's own.
 
     ``how`` tells the user, in an error, how to allow pickle: what only that can hold is loaded only with it.
-    Raises: :class:`NotFoundError`; :class:`StorageError` if that cannot be told; :class:`FormatError`;
+    Raises: :class:`NotFoundError`; :class:`StorageError` if that cannot be determined; :class:`FormatError`;
     :class:`IntegrityError`; :class:`UnsupportedStateError`.
     """
     found = _follow(path)

@@ -209,5 +209,5 @@ def read(path: str, found: tuple[str, Any], map_location: Any, weights_only: boo
     try:
         state = spi.load_rank(root, save, 0)
     except NotFoundError as error:
-        raise NotFoundError(f"{path} stands for {save} in {root}: was it moved without that? ({error})") from error
+        raise NotFoundError(f"{path} refers to {save} in {root}: was it moved without its root? ({error})") from error
     return spi.mapped(state, lambda at, value: torch_loaded(at, value, map_location, weights_only))

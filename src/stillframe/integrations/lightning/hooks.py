@@ -105,7 +105,7 @@ def _check_strategy(strategy: Any) -> None:
     is_tried = isinstance(strategy, SingleDeviceStrategy | DDPStrategy) and not isinstance(strategy, DeepSpeedStrategy)
     if not is_tried:
         raise ConfigError(
-            f"CheckpointIO() does not go with {type(strategy).__name__}, which saves without its plugin, in a format "
+            f"CheckpointIO() does not support {type(strategy).__name__}, which saves without its plugin, in a format "
             "of its own: give a single device or DDP"
         )
 

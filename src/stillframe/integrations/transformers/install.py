@@ -63,4 +63,4 @@ def check_arguments(trainer: Any) -> None:
     }
     refuse("install(trainer)", wrong)
     if len(getattr(trainer.model, "peft_config", {})) > 1:
-        raise ConfigError("a PEFT model with several adapters does not go with install(trainer): it was not tried")
+        raise ConfigError("a PEFT model with several adapters is not supported by install(trainer): it was not tested")

@@ -59,7 +59,7 @@ class StillframeTrainer(Trainer):
     def train(self, resume_from_checkpoint: Any = None, trial: Any = None, ignore_keys_for_eval: Any = None) -> Any:
         """As Trainer's; ``resume_from_checkpoint=True`` also where there is none yet: then training begins."""
         if trial is not None:
-            raise ConfigError("a search for hyperparameters does not go with install(trainer): it was not tried")
+            raise ConfigError("a search for hyperparameters is not supported by install(trainer): it was not tested")
         self._source, path = agreed(lambda: self._find(resume_from_checkpoint))
         self._rng = stillframe.RNG()
         self._part = ModelPart(self)
@@ -98,7 +98,7 @@ class StillframeTrainer(Trainer):
         if os.path.abspath(self._root) == root:
             root = self._root
         if save.step not in Catalog(root).steps():
-            raise NotFoundError(f"{resume} stands for {save}, which is not in {root}: was it moved without that?")
+            raise NotFoundError(f"{resume} refers to {save}, which is not in {root}: was it moved without its root?")
         return (root, save.step), None
 
     # --- resuming ----------------------------------------------------------------------------

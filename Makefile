@@ -4,12 +4,13 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 LOOPS  ?= .venv-loops
 DIST   ?= .venv-dist
+ENGINES ?= .venv-engines
 SITE   ?= .venv-docs
 VERSIONS ?= 3.10 3.11 3.12 3.13 3.14
 # bf16 matmuls can die with SIGILL on virtual machines that show AMX but forbid it.
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE
 
-.PHONY: help demo demo-ranks demo-tiers demo-nodes docs test test-device test-loops test-servers test-versions dist lint torture bench bench-full clean s3-server azure-server
+.PHONY: help demo demo-ranks demo-tiers demo-nodes docs test test-device test-engines test-loops test-servers test-versions dist lint torture bench bench-full clean s3-server azure-server
 
 help:
 	@echo "make demo        train a small GPT, kill it, resume it, compare bit for bit (under 3 minutes)"
@@ -19,6 +20,7 @@ help:
 	@echo "make test        lint, types and all tests"
 	@echo "make test-device   of these the order of copies on an accelerator made of threads; needs a C++ compiler, no accelerator"
 	@echo "make test-loops    Hugging Face Trainer, TRL, PEFT and Accelerate, killed and resumed; in an environment of its own"
+	@echo "make test-engines  Ray Train, its workers killed and restarted; in an environment of its own"
 	@echo "make test-servers  installs real servers: of S3 (Debian, root), of Azure's blobs (npm); without them their tests are skipped"
 	@echo "make test-versions the tests of the core on every supported version of Python that is here"
 	@echo "make dist        wheel and sdist, checked: installed into a clean environment, where a run is killed and resumed"
@@ -72,6 +74,16 @@ $(LOOPS)/.installed: pyproject.toml constraints.txt
 
 test-loops: $(LOOPS)/.installed
 	$(LOOPS)/bin/python -m pytest tests/loops tests/integration/test_lightning.py -n 2 --dist worksteal
+
+$(ENGINES)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(ENGINES)
+	$(ENGINES)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(ENGINES)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[engines]'
+	touch $@
+
+# One after the other: an engine starts processes enough.
+test-engines: $(ENGINES)/.installed
+	$(ENGINES)/bin/python -m pytest tests/engines tests/integration/test_ray.py
 
 test-versions:
 	@for version in $(VERSIONS); do \
@@ -132,4 +144,4 @@ bench-full: $(VENV)/.peers
 	$(BIN)/python -m benchmarks
 
 clean:
-	rm -rf $(VENV) $(LOOPS) $(SITE) site .pytest_cache .mypy_cache .ruff_cache .hypothesis runs
+	rm -rf $(VENV) $(LOOPS) $(ENGINES) $(DIST) $(SITE) site .pytest_cache .mypy_cache .ruff_cache .hypothesis runs

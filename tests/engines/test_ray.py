@@ -7,6 +7,7 @@ import logging
 import os
 import random
 import secrets
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -28,8 +29,10 @@ from torch.utils.data.distributed import DistributedSampler
 import stillframe
 from stillframe import Catalog
 from stillframe.integrations.ray import checkpointer, locate
+from tests.engines.processes import below
 from tests.loops.conformance import Conformance, assert_goes_on
 from tests.loops.driving import BATCH, LIFE_S, SOURCE, STEPS, Life, Result, Wish, digest_of
+from tests.support import until
 
 pytestmark = [pytest.mark.timeout(1800), pytest.mark.filterwarnings("ignore")]
 POLL_S = 0.2
@@ -44,7 +47,8 @@ def _cluster() -> Iterator[None]:
         patch.setenv("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", str(POLL_S))
         patch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         patch.setenv("HF_HUB_OFFLINE", "1")
-        ray.init(num_cpus=3, include_dashboard=False, log_to_driver=False, configure_logging=False)
+        # Twice what a run needs: without its dashboard Ray does not see that what a killed controller held is free.
+        ray.init(num_cpus=6, include_dashboard=False, log_to_driver=False, configure_logging=False)
         yield
         ray.shutdown()
 
@@ -87,6 +91,8 @@ def train(given: dict[str, Any]) -> dict[str, Any] | None:
                 scheduler.step()
                 optimizer.zero_grad()
                 step += 1
+                if wish.delay_s:  # who is killed later must not be at the end by then
+                    time.sleep(0.1)
                 if wish.kind == "talking":
                     time.sleep(0.25)
                     _talk(step)
@@ -257,6 +263,20 @@ class TestRay(Conformance):
             assert more["reported"] == [STEPS]
         assert locate(result.checkpoint)[1] == STEPS
         assert result.metrics["step"] == STEPS
+
+    def test_a_killed_controller_costs_no_checkpoint(self, tmp_path: Path) -> None:
+        place = tmp_path / "run"
+        wish = Wish(str(place), keep=2, steps=40, kind="talking")
+        with Living(wish, 2) as living:
+            until(lambda: (Catalog(self.root(place)).latest() or 0) >= 8, "some checkpoints", 300)
+            for controller in below(os.getpid(), "TrainController"):  # those of runs that are over may be there, too
+                os.kill(controller, signal.SIGKILL)
+            until(lambda: living.is_over, "the end of the run", 300)
+        assert isinstance(living.error["it"], ray.exceptions.ActorDiedError)
+        result = fit(dataclasses.replace(wish, seed=2), ranks=2)
+        assert result.return_value["more"]["restored"] >= 8
+        assert listed(result) == directories(place) == Catalog(self.root(place)).steps()
+        assert listed(result)[-1] == 40
 
     def test_another_number_of_workers_goes_on(self, tmp_path: Path) -> None:
         self.die(Wish(str(tmp_path / "run"), kill_at=7), ranks=2)

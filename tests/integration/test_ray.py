@@ -20,6 +20,7 @@ import pytest
 import torch
 
 from stillframe import Catalog, Checkpointer, ConfigError, NotFoundError
+from tests.engines.processes import below
 
 ray: Any = pytest.importorskip("ray", reason="ray is not installed: `make test-engines` installs it")
 pytest.importorskip("ray.train.v2", reason="ray is installed without ray[train]: `make test-engines` installs it")
@@ -101,21 +102,4 @@ def kill_a_worker(driver: subprocess.Popen[str], root: Path) -> None:
     while (Catalog(root).latest() or 0) < 40:
         assert driver.poll() is None
         time.sleep(0.1)
-    for worker in workers_of(driver.pid):
-        os.kill(worker, signal.SIGKILL)
-        return
-    raise AssertionError("the driver has no workers")
-
-
-def workers_of(pid: int) -> list[int]:
-    """The processes below a process that train."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*"):
-        try:
-            parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
-            name = (path / "cmdline").read_bytes()
-        except OSError:
-            continue
-        if parent == pid:
-            found += [int(path.name)] if b"RayTrainWorker" in name else workers_of(int(path.name))
-    return found
+    os.kill(below(driver.pid, "RayTrainWorker")[0], signal.SIGKILL)

@@ -47,7 +47,7 @@ def _cluster() -> Iterator[None]:
         patch.setenv("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", str(POLL_S))
         patch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         patch.setenv("HF_HUB_OFFLINE", "1")
-        # Twice what a run needs: without its dashboard Ray does not see that what a killed controller held is free.
+        # Twice what a run needs: without its dashboard Ray does not soon free what a killed controller held.
         ray.init(num_cpus=6, include_dashboard=False, log_to_driver=False, configure_logging=False)
         yield
         ray.shutdown()

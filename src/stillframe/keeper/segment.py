@@ -39,6 +39,7 @@ from stillframe.model import BLOCK_BYTES, CHUNK_BYTES, SaveId
 from stillframe.store.blob import aligned_buffer
 from stillframe.store.protocol import Writer
 from stillframe.units import round_up
+from stillframe.untrusted import decoder_of
 
 
 class State(enum.Enum):
@@ -297,4 +298,4 @@ def read_draft(begin: Begin, fd: int) -> tuple[Begin, bytes, SealDraft]:
         contents = msgspec.msgpack.decode(data, type=tuple[tuple[str, bytes], ...])
         label = dataclasses.replace(begin.label, contents=contents)
         begin = msgspec.structs.replace(begin, label=label, label_bytes=0)
-    return begin, header, msgspec.json.decode(draft, type=SealDraft)
+    return begin, header, decoder_of(SealDraft).decode(draft)

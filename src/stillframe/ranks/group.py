@@ -39,6 +39,7 @@ from stillframe.ranks.calls import GuardedStore, InterpreterEnds
 from stillframe.ranks.told import Told
 from stillframe.state.torch_internals import default_store
 from stillframe.units import format_ranks
+from stillframe.untrusted import decoder_of
 
 logger = logging.getLogger("stillframe")
 
@@ -193,7 +194,7 @@ class Group:
             raise DeadlineError(f"{about}: the store of torch.distributed is gone ({error})") from error
         if verdict.error is not None:
             raise own or errors.from_record(*verdict.error)
-        return msgspec.json.decode(verdict.value, type=into)
+        return decoder_of(into).decode(verdict.value)
 
     def _exchange(self, about: str, said: _Said, judge: Callable[[list[Answer]], Any]) -> _Said:
         if not self._name:
@@ -201,7 +202,7 @@ class Group:
         key = f"{self._name}/{next(self._rounds)}"
         self._store.set(f"{key}/{self.rank}", msgspec.json.encode(said))
         if self.rank != 0:
-            return msgspec.json.decode(self._get(f"{key}/verdict", about), type=_Said)
+            return decoder_of(_Said).decode(self._get(f"{key}/verdict", about))
         verdict = self._judge(key, about, judge)
         self._store.set(f"{key}/verdict", msgspec.json.encode(verdict))
         return verdict
@@ -230,7 +231,7 @@ class Group:
             self._wait(keys, self.deadline_s, about)
             answers = []
             for rank, data in enumerate(self._store.multi_get(list(keys.values()))):
-                said = msgspec.json.decode(data, type=_Said)
+                said = decoder_of(_Said).decode(data)
                 error = errors.from_record(*said.error) if said.error else None
                 answers.append(Answer(rank, msgspec.json.decode(said.value), error))
             return _Said(msgspec.Raw(msgspec.json.encode(judge(answers))))

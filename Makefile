@@ -19,7 +19,7 @@ help:
 	@echo "make demo-nodes  two hosts with a network of their own (Linux, root): one is cut off and killed, a fresh one takes its place (under 3 minutes)"
 	@echo "make test        lint, types and all tests"
 	@echo "make test-device   of these the order of copies on an accelerator made of threads; needs a C++ compiler, no accelerator"
-	@echo "make test-loops    Hugging Face Trainer, TRL, PEFT and Accelerate, killed and resumed; in an environment of its own"
+	@echo "make test-loops    Hugging Face Trainer, TRL, PEFT, Accelerate and Lightning, killed and resumed; in an environment of its own"
 	@echo "make test-engines  Ray Train, its workers killed and restarted; in an environment of its own"
 	@echo "make test-servers  installs real servers: of S3 (Debian, root), of Azure's blobs (npm); without them their tests are skipped"
 	@echo "make test-versions the tests of the core on every supported version of Python that is here"

@@ -123,6 +123,16 @@ def test_two_of_one_name_at_one_step_get_two_names(tmp_path: Path) -> None:
     assert names(tmp_path) == ["step=2-v1.ckpt", "step=2.ckpt"]
 
 
+def test_a_link_to_itself_is_none_and_one_to_a_file_of_lightnings_is_lightnings(tmp_path: Path) -> None:
+    made = trainer(tmp_path, 2, saves(tmp_path, filename="last", save_last="link", enable_version_counter=False))
+    fit(made, 1)
+    assert names(tmp_path) == ["last.ckpt"]
+    assert ours.CheckpointIO().load_checkpoint(tmp_path / "last.ckpt")["global_step"] == 2
+    (tmp_path / "file.ckpt").write_bytes(b"")
+    ModelCheckpoint._link_checkpoint(made, str(tmp_path / "file.ckpt"), str(tmp_path / "link.ckpt"))
+    assert (tmp_path / "link.ckpt").resolve() == tmp_path / "file.ckpt"
+
+
 def test_weights_only_and_what_only_pickle_can_hold(tmp_path: Path) -> None:
     fit(trainer(tmp_path, 1, saves(tmp_path, save_weights_only=True)), 1, counts=collections.Counter("aab"))
     path = tmp_path / "step=1.ckpt"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 from typing import Any, Literal
@@ -17,8 +16,6 @@ from stillframe.integrations.lightning.directory import Directory, find, read, s
 from stillframe.integrations.lightning.loaders import Position
 from stillframe.open_roots import How, fence
 from stillframe.store import files
-
-logger = logging.getLogger("stillframe")
 
 
 class CheckpointIO(LightningCheckpointIO):  # type: ignore[misc]  # mypy is told nothing of Lightning
@@ -107,7 +104,8 @@ class CheckpointIO(LightningCheckpointIO):  # type: ignore[misc]  # mypy is told
         (directory, name), (other, target) = self._place(path), self._place(to)
         if directory is not other or files.kind_of(to) == "file":
             return False
-        directory.link(name, target)
+        if name != target:  # a ModelCheckpoint may call what it saves "last" by itself
+            directory.link(name, target)
         return True
 
     def wait(self) -> None:

@@ -7,7 +7,6 @@ so that a crash finds the old one or the new one.  Exactly one side deletes: the
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import threading
 from typing import Any
@@ -17,8 +16,6 @@ from stillframe.errors import ExistsError, NotFoundError, StillframeError
 from stillframe.integrations.pickled import to_torch_saved, torch_loaded
 from stillframe.open_roots import How, OpenRoot, admitting, close_root, find_root
 from stillframe.store import files, root_address
-
-logger = logging.getLogger("stillframe")
 
 ROOT = "_stillframe"
 _MAX_COPIES = 2

@@ -131,12 +131,10 @@ def _exists(stock: Any, self: Any, filepath: Any, trainer: Any) -> Any:
 
 def _link(stock: Any, trainer: Any, filepath: str, linkpath: str) -> None:
     plugin = _ours(trainer)
-    if plugin is None:
-        stock(trainer, filepath, linkpath)
-        return
-    if trainer.is_global_zero:
-        plugin.link(linkpath, filepath)
-    trainer.strategy.barrier()
+    if plugin is None or (trainer.is_global_zero and not plugin.link(linkpath, filepath)):
+        stock(trainer, filepath, linkpath)  # with a barrier at its end, too
+    else:
+        trainer.strategy.barrier()
 
 
 def _find_last(stock: Any, self: Any, trainer: Any) -> Any:

@@ -303,4 +303,4 @@ def test_a_range_stands_for_the_steps_that_are_there(root: Path) -> None:
     stillframe("remove", root, "250-450", 300)
     assert Catalog(root).steps() == [100, 200, *range(500, 1001, 100)]
     assert "no step from 250 to 450" in stillframe("remove", root, "250-450", code=3)
-    assert "no step" in stillframe("pin", root, "100-200", code=2)
+    assert "not a step" in stillframe("pin", root, "100-200", code=2)

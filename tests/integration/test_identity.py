@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import stillframe
 from stillframe import BusyError, Catalog, Checkpointer, ExistsError, KeepBest, KeepLast, NotFoundError, StorageError
 from stillframe.checkpoint import epochs
 from stillframe.model import SaveId
+from tests import layout
 
 
 def saves_of(root: Path) -> list[SaveId]:
@@ -148,6 +150,33 @@ def test_metadata_that_is_not_small_and_plain_is_refused(tmp_path: Path, wrong: 
         with pytest.raises(stillframe.ConfigError, match="metadata"):
             checkpointer.save(1, {"x": torch.zeros(())}, metadata=wrong)  # type: ignore[arg-type]
         checkpointer.save(1, {"x": torch.zeros(())}).wait()
+
+
+@pytest.mark.parametrize("is_restore", [True, False])
+def test_a_commit_and_a_removal_in_the_middle_of_a_look_are_not_taken_for_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_restore: bool
+) -> None:
+    """A reader asks about the newest save, which is no checkpoint yet; then about the one before it, gone by then."""
+    with Checkpointer(tmp_path) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, {"x": torch.full((10,), float(step))}).wait()
+    asked, real = list[int](), Catalog.is_committed
+
+    def is_committed(catalog: Catalog, save: SaveId) -> bool:
+        asked.append(save.step)
+        if asked == [2]:
+            shutil.rmtree(layout.step_dir(tmp_path, 1))
+            return False
+        return real(catalog, save)
+
+    monkeypatch.setattr(Catalog, "is_committed", is_committed)
+    if is_restore:
+        state = {"x": torch.zeros(10)}
+        assert stillframe.restore(tmp_path, state).step == 2
+        assert bool((state["x"] == 2).all())
+    else:
+        assert Catalog(tmp_path).latest() == 2
+    assert asked[:2] == [2, 1]
 
 
 def test_a_reader_beside_a_run_writes_nothing_and_disturbs_nobody(tmp_path: Path) -> None:

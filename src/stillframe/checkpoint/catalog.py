@@ -167,8 +167,18 @@ class Catalog:
         return [save.step for save in self.committed()][::-1]
 
     def newest(self, skipped: Collection[SaveId] = ()) -> SaveId | None:
-        """The newest checkpoint of the branch, but for the skipped ones.  Looks no further than that one."""
-        return next((save for save in self.committed() if save not in skipped), None)
+        """The newest checkpoint of the branch, but for the skipped ones.  Looks no further than that one.
+
+        That there is none is believed when a second look finds the same: a run beside may have committed a save that
+        was none yet when it was asked about, and then have removed the one before it.
+        """
+        before = None
+        while True:
+            view = self.look()
+            found = next((save for save in self.committed(view) if save not in skipped), None)
+            if found is not None or view.saves in ((), before):
+                return found
+            before = view.saves
 
     def latest(self) -> int | None:
         """The newest committed step of the branch."""

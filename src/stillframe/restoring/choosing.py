@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Collection, Sequence
 
 import msgspec
@@ -73,23 +74,29 @@ class Chooser:
 
     def offer(self, passed_over: Collection[SaveId]) -> Offer:
         """Raises what the root raises."""
-        found = self._sources.seen(self._asked, passed_over)
-        if self._catalog.rank is None:
-            # From the newest on: of an older one that cannot be read nobody needs to know.
-            newest = next(found, None)
-            if newest is None and self._asked is not None:
-                newest = self._find(self._asked, passed_over)
-            seen = [] if newest is None else [newest]
-        else:
-            # Every attempt: another rank may have been told that an earlier one is complete.
-            seen = list(found)
-            if not seen and self._asked is not None:
+        seen = self._seen(passed_over)
+        if not seen and self._asked is not None:
+            if self._catalog.rank is None:
+                seen = [save for save in [self._find(self._asked, passed_over)] if save is not None]
+            else:
                 off_branch = self._find(self._asked, passed_over)
                 if off_branch is not None and next(self._sources.having(off_branch), None) is not None:
                     seen = [off_branch]  # else another number of ranks has made it
         runs = [self._sources.runs_of(save) for save in seen]
         unfit = self._unfit(seen)
         return Offer(self._wanted, seen, runs, unfit, self._sources.trouble, self._sources.unreached)
+
+    def _seen(self, passed_over: Collection[SaveId]) -> list[SaveId]:
+        """That there is nothing is believed as by :meth:`Catalog.newest`."""
+        before = None
+        while True:
+            found = self._sources.seen(self._asked, passed_over)
+            # Of a shared root the newest: of an older one that cannot be read nobody needs to know.  Else all of them:
+            # another rank may have been told that an earlier one is complete.
+            seen = list(itertools.islice(found, 1 if self._catalog.rank is None else None))
+            if seen or self._sources.listed in (frozenset(), before):
+                return seen
+            before = self._sources.listed
 
     def _find(self, step: int, passed_over: Collection[SaveId]) -> SaveId | None:
         for catalog in self._sources.reachable:

@@ -73,6 +73,8 @@ class Sources:
         self._run_names: dict[tuple[str, int], str] = {}
         self._chosen: tuple[SaveId, str] | None = None
         self.unfit: dict[SaveId, int] = {}
+        self.listed: frozenset[SaveId] = frozenset()
+        """What the last look found on the branch, whether it can be read or not."""
         """What the last look skipped: it was saved by another number of ranks, which is given."""
 
     def _of_tier(self, tier: Catalog) -> list[Catalog]:
@@ -139,7 +141,7 @@ class Sources:
         branch = max((view.branch for _, view in views), key=_age)
         self._tell_left(views[0][1], branch)
         saves = {save for _, view in views for save in view.saves if branch.has(save) and step in (None, save.step)}
-        self.unfit = {}
+        self.unfit, self.listed = {}, frozenset(saves)
         for save in sorted(saves - set(skipped), reverse=True):
             if next(self.having(save), None) is not None:
                 self.unfit.pop(save, None)  # its own part did not do, but there is all of it

@@ -671,12 +671,12 @@ def behind(tmp_path: Path) -> Tier:
 
 def when_chosen(monkeypatch: pytest.MonkeyPatch, happens: Callable[[], object]) -> None:
     """Between the choice of a step and its reading; once."""
-    choose, todo = Sources.choose, [happens]
+    choose, pending = Sources.choose, [happens]
 
     def choose_then(self: Sources, save: SaveId, run: str) -> None:
         choose(self, save, run)
-        while todo:
-            todo.pop()()
+        while pending:
+            pending.pop()()
 
     monkeypatch.setattr(Sources, "choose", choose_then)
 

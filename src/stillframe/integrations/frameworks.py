@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from stillframe.errors import ConfigError, StillframeError
+from stillframe.errors import ConfigError, StillframeError, StorageError
 
 _T = TypeVar("_T")
 
@@ -43,7 +43,7 @@ def put_between(thing: Any, ours: type, stock: type) -> None:
 
 
 def agreed(find: Callable[[], _T]) -> _T:
-    """What rank 0 finds, on every rank; if it raises an error of ours, so do all.  A collective."""
+    """What rank 0 finds, on every rank; if it raises, so do all.  A collective."""
     is_alone = not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1
     found: list[Any] = [None]
     if is_alone or dist.get_rank() == 0:
@@ -51,6 +51,10 @@ def agreed(find: Callable[[], _T]) -> _T:
             found = [find()]
         except StillframeError as error:
             found = [error]
+        except Exception as error:  # the other ranks are waiting for a word
+            if not is_alone:
+                dist.broadcast_object_list([StorageError(f"on rank 0: {type(error).__name__}: {error}")], 0)
+            raise
     if not is_alone:
         dist.broadcast_object_list(found, 0)
     if isinstance(found[0], StillframeError):

@@ -16,7 +16,7 @@ from stillframe.errors import StorageError
 from stillframe.store.blob import aligned_buffer
 from stillframe.store.calls import Calls
 from stillframe.store.posix import PosixStore
-from stillframe.store.protocol import PARTIAL, read_all
+from stillframe.store.protocol import PARTIAL, Missing, read_all
 from tests.store.recording import Op
 from tests.store.support import SPARE, FaultyCalls, small_blobs_reused
 
@@ -316,3 +316,31 @@ def test_a_directory_that_is_gone_is_not_held_open(tmp_path: Path) -> None:
         store.put(f"step-{number}/key", b"bytes")
         store.delete([f"step-{number}/key"])
     assert len(calls.held) == before
+
+
+def test_many_heads_are_read_by_several_threads_in_order(tmp_path: Path) -> None:
+    """On a network file system each is a round trip: one by one, those of 16,384 seals took 16 s."""
+
+    class Noting(Calls):
+        def __init__(self) -> None:
+            self.threads: set[int] = set()
+            self.meeting = threading.Barrier(2)
+
+        def open(self, name: str, flags: int, dir_fd: int | None = None) -> int:
+            if name in ("f0", "f64"):
+                self.meeting.wait(20)  # the first of two turns: both are under way at once
+            if name.startswith("f"):
+                self.threads.add(threading.get_ident())
+            return super().open(name, flags, dir_fd)
+
+    names = [f"f{number}" for number in range(200)]
+    (tmp_path / "d").mkdir()
+    for name in names:
+        (tmp_path / "d" / name).write_bytes(name.encode() * 100)
+    calls = Noting()
+    store = PosixStore(tmp_path, calls=calls)
+    assert list(store.heads("d", names, 50)) == [(name, (name.encode() * 100)[:50]) for name in names]
+    assert len(calls.threads) > 1
+    with pytest.raises(Missing):
+        list(PosixStore(tmp_path).heads("d", [*names, "gone"], 50))
+    assert [name for name, _ in PosixStore(tmp_path).heads("d", names[:3], 50)] == names[:3]

@@ -155,13 +155,17 @@ class Spare:
 class BlobWriter:
     """A file of known size in the making.  Until it is finished or given up, its directory is not empty, and stays."""
 
+    _directory = -1
+
     def __init__(self, root: Root, spare: Spare, directory: int, name: str, size: int, doing: str) -> None:
         self._root, self._calls, self._doing = root, root.calls, doing
         self._name, self._size = name, size
         self._closing = threading.Lock()
         self._users, self._was_tried, self._is_over = 0, False, False
-        self._directory, self._file, self._partial = self._calls.dup(directory), -1, ""
+        self._owner_pid = os.getpid()
+        self._file, self._partial = -1, ""
         try:
+            self._directory = self._calls.dup(directory)
             self._file, self._partial, self._is_direct = self._create(spare)
             self._calls.reserve(self._file, round_up(size, BLOCK_BYTES))  # a full disk is found before the bytes come
         except BaseException:
@@ -212,11 +216,16 @@ class BlobWriter:
     def abort(self) -> None:
         with self._closing:
             self._is_over = True
-            partial, self._partial = self._partial, ""
-            if partial:
+            if self._partial:
                 with contextlib.suppress(OSError):
-                    self._calls.unlink(partial, self._directory)
+                    self._calls.unlink(self._partial, self._directory)
+                self._partial = ""
         self._close_unused()
+
+    def __del__(self) -> None:
+        # Ctrl-C came before the caller had it, or in the midst of abort().  In a forked child the file is the parent's.
+        if self._directory >= 0 and self._owner_pid == os.getpid():
+            self.abort()
 
     @contextlib.contextmanager
     def _in_use(self) -> Iterator[int]:

@@ -9,16 +9,22 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from stillframe.errors import ExistsError
 from stillframe.store.posix import PosixStore
+from stillframe.store.protocol import PARTIAL
 from stillframe.store.root import partial_name
 from stillframe.store.trouble import translated
+from stillframe.untrusted import decode_json
 
+_T = TypeVar("_T")
 Kind = Literal["file", "directory", "other", "nothing"]
+_UNFINISHED = re.compile(rf"(.+)\.[0-9a-f]{{8}}{re.escape(PARTIAL)}", re.ASCII | re.DOTALL)
+"""As :func:`partial_name` makes them."""
 
 
 def kind_of(path: str | os.PathLike[str]) -> Kind:
@@ -70,6 +76,11 @@ def read_file(path: str | os.PathLike[str], limit: int = -1) -> bytes:
         return file.read(limit)
 
 
+def read_json(path: str | os.PathLike[str], into: type[_T], limit: int = -1) -> _T:
+    """Raises :class:`ValueError` for what is not that."""
+    return decode_json(read_file(path, limit), into)
+
+
 def write_file(path: str | os.PathLike[str], data: bytes, *, is_forced: bool = False) -> None:
     """A small file.  ``is_forced``: in the place of what is there; else raises :class:`ExistsError`."""
     directory, name = os.path.split(os.path.abspath(path))
@@ -81,6 +92,18 @@ def write_file(path: str | os.PathLike[str], data: bytes, *, is_forced: bool = F
             raise ExistsError(f"{path} exists already, and was not changed")
     finally:
         store.close()
+
+
+def remove_unfinished(directory: str | os.PathLike[str], names: Collection[str]) -> None:
+    """What a process that was killed has left of writing files with these names.
+
+    For whoever knows that nobody writes there.  Other files stay, whatever they are called.
+    """
+    with translated(f"tidying {directory}"):
+        for name in os.listdir(directory):
+            found = _UNFINISHED.fullmatch(name)
+            if found is not None and found[1] in names:
+                _remove(Path(directory, name))
 
 
 @contextlib.contextmanager

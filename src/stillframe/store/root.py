@@ -80,8 +80,8 @@ class Root:
                 except BaseException:
                     self.calls.close(child)
                     raise
-                self.calls.close(fd)
-                fd = child
+                above, fd = fd, child  # then closed: interrupted here, one stays open, and none is closed twice
+                self.calls.close(above)
             yield fd
         finally:
             self.calls.close(fd)
@@ -113,8 +113,8 @@ class Root:
                 while (upper := self.calls.fstat(at)).st_dev == found.st_dev and upper.st_ino != found.st_ino:
                     self.sync(at)
                     above = self.calls.open("..", _DIRECTORY, at)
-                    self.calls.close(at)
-                    at, found = above, upper
+                    below, at, found = at, above, upper
+                    self.calls.close(below)
             finally:
                 self.calls.close(at)
 
@@ -193,7 +193,7 @@ class Root:
                 return self.calls.open(partial, flags, fd), partial
             except FileExistsError:
                 continue
-            except OSError:  # some kernels make the file, and then refuse O_DIRECT
+            except BaseException:  # some kernels make the file, and then refuse O_DIRECT; or Ctrl-C, with the file made
                 with contextlib.suppress(OSError):
                     self.calls.unlink(partial, fd)
                 raise

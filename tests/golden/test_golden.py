@@ -15,6 +15,7 @@ from safetensors import safe_open
 import stillframe
 from stillframe import Catalog, Checkpointer
 from stillframe.format import epochs, records
+from stillframe.format.layout import Layout
 from stillframe.format.records import Manifest, RankEntry, SealBrief, SealDraft, Segment, Team
 from stillframe.format.segment import BoxOf, Shard, encode_header
 from stillframe.format.tree import (
@@ -32,6 +33,7 @@ from stillframe.format.tree import (
     ValueNode,
     View,
     WrapperNode,
+    structure_of,
 )
 from stillframe.lineage import Branch, Row
 from stillframe.model import SaveId
@@ -89,7 +91,7 @@ def test_its_seal_can_be_made_again_from_what_it_says() -> None:
     draft = SealDraft(
         seal.rank, seal.world_size, seal.saved_unix_s, records.encode_shards(seal.shards),
         records.encode_tree(seal.tree), msgspec.Raw(msgspec.json.encode(seal.values)), seal.teams, seal.metadata,
-        seal.updates,
+        seal.updates, seal.layouts, seal.structure,
     )  # fmt: skip
     assert records.encode_seal(draft, seal.save, seal.parent, seal.segment) == (SEAL.read_bytes(), seal.brief, known_by)
 
@@ -154,19 +156,21 @@ TREE = DictNode(
         ObjectNode("torch.nn.Linear", DictNode(["w"], [TensorNode(0)], is_ordered=True)),
         ListNode([TensorNode(1), TensorNode(0, View("F32", (3,), (2,), 1)), ArrayNode(1, "|b1")]),
         LeafNode("point", TupleNode([ValueNode(0)])),
-        ShardedNode("m/w", "F32", (4, 3), [RankBox(0, (2, 0), (2, 3))]),
+        ShardedNode("m/w", "F32", (4, 3), [RankBox(0, (2, 0), (2, 3))], 0),
     ],
 )
 ZEROS = "0" * 32
 GOLDEN_SEAL = (
-    '{"stillframe":1,"kind":"seal","xxh3_128":"51eb8a0891325dc79542176a04e2010f",'
+    '{"stillframe":1,"kind":"seal","xxh3_128":"1acd7497a9346fe61bc4f76b578d2136",'
     '"brief":{"save":{"step":7,"epoch":3,"attempt":2},"rank":0,"world_size":1,"parent":{"step":5,'
     '"epoch":1,"attempt":1},"saved_unix_s":1700000000.5,"updates":12,"segment_bytes":4121,'
     '"teams":[{"ranks":"00000000000000000000000000000000","size":2,'
-    '"tensors":"00000000000000000000000000000000"}]},"body":{"save":{"step":7,"epoch":3,"attempt":2},'
+    '"tensors":"00000000000000000000000000000000"}],"structure":"72e79c59421bf603a744307de220ac8b"},'
+    '"body":{"save":{"step":7,"epoch":3,"attempt":2},'
     '"rank":0,"world_size":1,"parent":{"step":5,"epoch":1,"attempt":1},"saved_unix_s":1700000000.5,'
     '"updates":12,"teams":[{"ranks":"00000000000000000000000000000000","size":2,'
-    '"tensors":"00000000000000000000000000000000"}],"metadata":{"loss":0.5},"segment":{"bytes":4121,'
+    '"tensors":"00000000000000000000000000000000"}],"structure":"72e79c59421bf603a744307de220ac8b",'
+    '"metadata":{"loss":0.5},"segment":{"bytes":4121,'
     '"data_start":4096,"header":"00000000000000000000000000000000","chunk_bytes":16777216,'
     '"chunks":["00000000000000000000000000000000"]},"shards":[{"name":"m/w","dtype":"F32","shape":[2,3],'
     '"start":0,"end":24,"device":"cuda","whole":{"tensor":"m/w","shape":[4,3],"offset":[2,0]}},'
@@ -177,14 +181,15 @@ GOLDEN_SEAL = (
     '{"kind":"tensor","shard":0,"view":{"dtype":"F32","shape":[3],"stride":[2],"offset":1}},'
     '{"kind":"array","shard":1,"dtype":"|b1"}]},{"kind":"leaf","name":"point","item":{"kind":"tuple",'
     '"items":[{"kind":"value","value":0}]}},{"kind":"sharded","tensor":"m/w","dtype":"F32",'
-    '"shape":[4,3],"parts":[{"rank":0,"offset":[2,0],"shape":[2,3]}]}],"is_ordered":false},'
-    '"values":[{"$":"float","bits":"7ff8000000000000"}]}}\n'
+    '"shape":[4,3],"parts":[{"rank":0,"offset":[2,0],"shape":[2,3]}],"layout":0}],'
+    '"is_ordered":false},"values":[{"$":"float","bits":"7ff8000000000000"}],"layouts":[{"mesh":[1,1],'
+    '"dims":[0,null],"factors":[2,1],"strides":[0,0]}]}}\n'
 )
 GOLDEN_MANIFEST = (
-    '{"stillframe":1,"kind":"manifest","xxh3_128":"83a96ab151412c82751c926cea3b1ad8",'
+    '{"stillframe":1,"kind":"manifest","xxh3_128":"3ad9822436c2cf73739e5b276b2e8727",'
     '"body":{"save":{"step":7,"epoch":3,"attempt":2},"parent":{"step":5,"epoch":1,"attempt":1},'
     '"world_size":1,"saved_unix_s":1700000000.5,"metadata":{"loss":0.5},"ranks":[{"rank":0,'
-    '"segment_bytes":4121,"seal_digest":"51eb8a0891325dc79542176a04e2010f"}]}}\n'
+    '"segment_bytes":4121,"seal_digest":"1acd7497a9346fe61bc4f76b578d2136"}]}}\n'
 )
 GOLDEN_NOTES = {
     "claim": (
@@ -235,6 +240,8 @@ DRAFT = SealDraft(
     teams=[Team(ZEROS, 2, ZEROS)],
     metadata={"loss": 0.5},
     updates=12,
+    layouts=[Layout((1, 1), (0, None), (2, 1), 0, (0, 0))],
+    structure=structure_of(TREE),
 )
 
 
@@ -242,7 +249,7 @@ def test_a_seal_has_exactly_these_bytes() -> None:
     data, brief, known_by = records.encode_seal(DRAFT, *IDS, SEGMENT_OF)
     assert data.decode() == GOLDEN_SEAL
     assert f'"xxh3_128":"{known_by}"' in GOLDEN_SEAL
-    assert brief == SealBrief(*IDS[:1], 0, 1, IDS[1], 1700000000.5, 12, 4121, DRAFT.teams)
+    assert brief == SealBrief(*IDS[:1], 0, 1, IDS[1], 1700000000.5, 12, 4121, DRAFT.teams, DRAFT.structure)
     assert records.decode_seal_head(data[:500], file="f") == (brief, known_by)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import signal
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 import stillframe
 from stillframe import Batches, Checkpointer, StateError
@@ -160,3 +161,84 @@ def test_a_killed_loop_with_workers_that_draw_resumes_bit_for_bit(tmp_path: Path
     assert again == digest
     assert rest == order[-len(rest) :]
     assert len(order) - stop - 1 <= len(rest) < len(order)
+
+
+def divided(ranks: int, size: int, samples: int = 24) -> list[Batches[torch.Tensor]]:
+    """The loaders of all ranks."""
+    data: Any = range(samples)
+    samplers = [DistributedSampler[int](data, ranks, rank, seed=3) for rank in range(ranks)]
+    return [Batches(DataLoader(data, size, sampler=each)) for each in samplers]
+
+
+def taken(batches: Batches[torch.Tensor], count: int | None = None) -> list[int]:
+    return [int(sample) for batch in itertools.islice(batches, count) for sample in batch]
+
+
+@pytest.mark.parametrize(("then", "now"), [((4, 1), (2, 2)), ((2, 2), (1, 2)), ((1, 2), (2, 1)), ((3, 2), (2, 3))])
+@pytest.mark.parametrize("steps", [1, 3, 4])
+def test_on_other_ranks_every_sample_of_the_pass_still_comes_once(
+    then: tuple[int, int], now: tuple[int, int], steps: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second = divided(*then), divided(*now)
+    before = [sample for each in first for sample in taken(each, steps)]
+    for rank, each in enumerate(second):
+        each.load_state_dict(first[rank % len(first)].state_dict())
+    assert sorted(before + [sample for each in second for sample in taken(each)]) == list(range(24))
+    assert all(each.epoch == 1 for each in second)
+    assert not caplog.messages
+
+
+def test_samples_that_come_twice_on_other_ranks_are_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    first, second = divided(2, 3), divided(2, 4)
+    before = [sample for each in first for sample in taken(each, 1)]
+    for one, other in zip(first, second, strict=True):
+        other.load_state_dict(one.state_dict())
+    after = [sample for each in second for sample in taken(each)]
+    assert len(before) == 6
+    assert sorted(after) == list(range(24))
+    assert "2 × 3" in caplog.text
+    assert "the last 6 of them come again" in caplog.text
+    first = divided(2, 5)  # the last batch is a short one
+    for each in first:
+        taken(each, 3)
+    (alone,) = divided(1, 5)
+    alone.load_state_dict(first[0].state_dict())
+    assert taken(alone) == []
+
+
+@pytest.mark.parametrize(("then", "now"), [((1, 1), (1, 5)), ((2, 3), (1, 7)), ((1, 5), (3, 2))])
+def test_a_pass_that_was_complete_is_so_on_other_ranks(
+    then: tuple[int, int], now: tuple[int, int], caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is saved in the last round of the loop, and no batch of the loaders that go on ends where this one did."""
+    first, second = divided(*then), divided(*now)
+    assert sorted(sample for each in first for sample in taken(each, len(first[0]))) == list(range(24))
+    for each in second:
+        each.load_state_dict(first[0].state_dict())
+        assert taken(each) == []
+        assert each.epoch == 1
+    assert not caplog.messages
+
+
+def test_a_loader_that_is_not_divided_by_a_sampler_tells_of_other_ranks(caplog: pytest.LogCaptureFixture) -> None:
+    batches = Batches(DataLoader(range(8), 2))  # type: ignore[arg-type]
+    taken(batches, 1)
+    saved = batches.state_dict()
+    batches.load_state_dict(saved)
+    assert not caplog.messages
+    saved["share"]["ranks"] = 2
+    batches.load_state_dict(saved)
+    assert batches.batch == 1
+    assert "some samples come twice, others not at all" in caplog.text
+    assert "exclude" in caplog.text
+    caplog.clear()
+    batches.load_state_dict({**saved, "batch": 0})  # between two passes nothing is amiss
+    assert not caplog.messages
+
+
+def test_a_stream_with_another_batch_size_tells_that_it_cannot_find_its_place(caplog: pytest.LogCaptureFixture) -> None:
+    first, second = (Batches(DataLoader(Streamed(), size)) for size in (2, 5))
+    next(iter(first))
+    second.load_state_dict(first.state_dict())
+    assert second.batch == 1
+    assert "1 × 2 (ranks × batch size) when this was saved, and are 1 × 5 now" in caplog.text

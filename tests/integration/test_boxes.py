@@ -71,6 +71,25 @@ def test_several_parts_of_one_tensor(tmp_path: Path) -> None:
             TensorBox.joined([*parts, others])
 
 
+def test_parts_that_lie_one_behind_the_other_are_not_copied(tmp_path: Path) -> None:
+    """The halves of a parameter, which are rows of the whole that are far from one another."""
+    parameter = torch.cat([WHOLE[:2], WHOLE[4:]])
+    halves = [TensorBox(each, WHOLE.shape, (at, 0)) for at, each in zip((0, 4), parameter.chunk(2), strict=True)]
+    joined = TensorBox.joined(halves)
+    assert joined.tensor.data_ptr() == parameter.data_ptr()
+    for others in (halves[::-1], [halves[0], TensorBox(WHOLE[4:], WHOLE.shape, (4, 0))]):
+        assert TensorBox.joined(others).tensor.data_ptr() not in (parameter.data_ptr(), WHOLE.data_ptr())
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, {"w": joined})
+    with BoxReader(tmp_path) as reader:
+        w = reader.outline["w"]
+        into = torch.zeros(2, 10)
+        for at in (0, 4):
+            reader.want(w, (at, 0), into)
+            reader.read()
+            assert torch.equal(into, WHOLE[at : at + 2])
+
+
 def test_boxes_move_from_save_to_save(tmp_path: Path) -> None:
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1, {"w": TensorBox(WHOLE[:3], WHOLE.shape, (0, 0))})

@@ -30,6 +30,16 @@ def test_parameters_and_optimizer_state_stay_and_buffers_are_copied() -> None:
     assert still["loose"] is not state["loose"]
 
 
+def test_parameters_that_no_optimizer_has_are_copied_if_asked_for() -> None:
+    model, optimizer = made()
+    average = torch.optim.swa_utils.AveragedModel(model)
+    state = {"model": model.state_dict(), "average": average.module.state_dict(), "optimizer": optimizer.state_dict()}
+    still = LiveState(by_optimizers=True).state(state)
+    assert still["model"]["0.weight"].data_ptr() == state["model"]["0.weight"].data_ptr()
+    assert still["average"]["0.weight"].data_ptr() != state["average"]["0.weight"].data_ptr()
+    assert still["optimizer"]["state"][0]["exp_avg"] is state["optimizer"]["state"][0]["exp_avg"]
+
+
 def test_a_part_of_a_flat_parameter_stays() -> None:
     flat = torch.zeros(100)
     optimizer = torch.optim.SGD([flat[10:60]], lr=1.0)

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 import stillframe
-from stillframe import Checkpointer, MismatchError, RestoreReport, StateError
+from stillframe import Catalog, Checkpointer, MismatchError, RestoreReport, StateError, spi
+from stillframe.model import SaveId
 from stillframe.restoring.place import Placement
 from tests import layout
 from tests.support import assert_same, make_model, train_step
@@ -274,6 +275,17 @@ def test_only_reads_what_is_asked_for(root: Path) -> None:
     )
     with pytest.raises(stillframe.NotFoundError, match=r"matches nothing.*model/a\.weight"):
         stillframe.load(root, only="nothing")
+
+
+def test_exactly_one_save_as_a_rank_sees_it_and_what_is_not_wanted(root: Path) -> None:
+    state = {"model": {"a": torch.ones(3)}, "more": {"x": 1}}
+    save(root, state)
+    found = Catalog(root).find(1)
+    assert_same(spi.load_save(root, found, 5), state)  # a rank that it has not
+    assert_same(spi.load_rank(root, found, 0, exclude=["model"]), {"more": {"x": 1}})
+    assert spi.load_rank(root, found, 0, exclude=["model", "more"]) == {}
+    with pytest.raises(stillframe.NotFoundError):
+        spi.load_save(root, SaveId(2), 0)
 
 
 def test_a_leaf_type_of_ones_own(root: Path) -> None:

@@ -342,9 +342,9 @@ def test_dcp_is_refused_one(tmp_path: Path) -> None:
 
 
 def test_a_state_dict_of_deepspeed_needs_pickle_for_one() -> None:
-    assert_same(to_leaves({"b": torch.ones(3)}, allow_pickle=False, how=""), {"b": torch.ones(3)})
+    assert_same(to_leaves({"b": torch.ones(3)}, ""), {"b": torch.ones(3)})
     with pytest.raises(UnsupportedStateError, match=r"m/w is a tests.wrapping.Scaled, which only pickle can hold"):
-        to_leaves({"m": {"w": Scaled.of(torch.ones(4, 4))}}, allow_pickle=False, how="allow it")
+        to_leaves({"m": {"w": Scaled.of(torch.ones(4, 4))}}, "allow it")
 
 
 class Computed(Scaled):

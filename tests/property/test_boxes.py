@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stillframe.state.boxes import make_up
+from stillframe.errors import ConfigError, FormatError
+from stillframe.format.layout import make_up
+from stillframe.state.boxes import TensorBox
 
 
 @st.composite
@@ -44,3 +47,15 @@ def test_boxes_make_up_a_tensor_if_each_item_lies_in_one(
     for offset, sizes in boxes:
         count[tuple(slice(at, at + size) for at, size in zip(offset, sizes, strict=True))] += 1
     assert make_up(boxes, shape) == bool((count == 1).all())
+
+
+def test_many_dimensions_cost_nothing_unless_the_tensor_is_divided_in_them() -> None:
+    ones = (1,) * 60
+    halves = [((0, *(0,) * 60), (2, *ones)), ((2, *(0,) * 60), (2, *ones))]
+    assert make_up(halves, (4, *ones))
+    assert not make_up(halves[:1], (4, *ones))
+    assert not make_up([((0,), (4,))], (4, *ones))  # a box of another tensor
+    with pytest.raises(FormatError, match="13 dimensions"):
+        make_up([((0,) * 13, (1,) * 13)], (2,) * 13)
+    with pytest.raises(ConfigError, match="13 dimensions"):
+        TensorBox(torch.zeros((1,) * 13), (2,) * 13, (0,) * 13)

@@ -13,6 +13,7 @@ from stillframe.errors import FormatError, UnsupportedStateError, VersionError
 from stillframe.format import envelope as envelopes
 from stillframe.format import epochs, limits, records
 from stillframe.format.digest import digest
+from stillframe.format.layout import Layout
 from stillframe.format.records import Manifest, RankEntry, Seal, SealDraft, Segment
 from stillframe.format.segment import Shard
 from stillframe.format.tree import (
@@ -124,6 +125,68 @@ def test_a_manifest_says_what_the_seals_say_and_nothing_else() -> None:
     )
 
 
+def test_a_manifest_says_which_ranks_have_trees_alike() -> None:
+    def like(*structures: str) -> list[int | None]:
+        made = [
+            records.encode_seal(make_draft(rank=rank, world_size=5, structure=each), SAVE, PARENT, make_segment())
+            for rank, each in enumerate(structures)
+        ]
+        manifest = records.make_manifest([(brief, known_by) for _, brief, known_by in made], {})
+        assert records.decode_manifest(records.encode_manifest(manifest), file="f") == manifest
+        return [entry.like for entry in manifest.ranks]
+
+    assert like("a", "b", "a", "b", "c") == [None, None, 0, 1, None]
+    assert like("", "", "a", "", "a") == [None, None, None, None, 2], "what is not known is like nothing"
+
+
+@pytest.mark.parametrize("like", [[None, 1], [None, 2], [None, -1], [0, None]])
+def test_ranks_that_cannot_be_alike_are_refused(like: list[int | None]) -> None:
+    entries = [make_entry(rank, like=each) for rank, each in enumerate(like)]
+    with pytest.raises(FormatError, match="cannot be like"):
+        records.decode_manifest(records.encode_manifest(make_manifest(ranks=entries)), file="f")
+
+
+LAYOUT = Layout((2, 3), (0, None), first=1, strides=(3, 1))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"mesh": (2, 0)}, "impossible mesh"),
+        ({"mesh": (100_000, 100_000)}, "impossible mesh"),
+        ({"mesh": (2,) * 65, "dims": (None,) * 65, "strides": (1,) * 65}, "impossible mesh"),
+        ({"dims": (0,)}, "impossible mesh"),
+        ({"factors": (1, 0)}, "impossible mesh"),
+        ({"factors": (1 << 40, 1)}, "impossible mesh"),
+        ({"strides": (3,)}, "names 0 ranks"),
+        ({"ranks": (1, 2)}, "names 2 ranks"),
+        ({"ranks": (1, 2, 3, 4, 5, 9)}, "has rank 9 of 8"),
+        ({"strides": (3, -1)}, "has rank -1 of 8"),
+        ({"first": 5}, "has rank 10 of 8"),
+        ({"dims": (0, 1)}, "divides"),
+        ({"dims": (-1, None)}, "divides"),
+    ],
+)
+def test_a_layout_that_cannot_be_is_refused(changes: dict[str, Any], message: str) -> None:
+    node = records.encode_tree(ShardedNode("t", "F32", (8,), [], 0))
+
+    def read(layout: Layout) -> None:
+        data = seal_bytes(
+            {"bytes": 4096, "chunks": []}, world_size=8, shards=records.encode_shards([]), tree=node, layouts=[layout]
+        )
+        records.decode_seal(data, file="f")
+
+    read(LAYOUT)
+    with pytest.raises(FormatError, match=message):
+        read(msgspec.structs.replace(LAYOUT, **changes))
+
+
+def test_a_layout_that_is_not_there_is_refused() -> None:
+    node = records.encode_tree(ShardedNode("t", "F32", (8,), [], 1))
+    with pytest.raises(FormatError, match="layout 1 of 1"):
+        records.decode_seal(seal_bytes(world_size=8, tree=node, layouts=[LAYOUT]), file="f")
+
+
 def test_the_envelope_says_version_kind_and_checksum_of_the_body() -> None:
     data = seal_bytes()
     body = data[data.index(b'"body":') + len(b'"body":') : -2]
@@ -141,6 +204,7 @@ def test_the_envelope_says_version_kind_and_checksum_of_the_body() -> None:
             "updates": 12,
             "segment_bytes": make_segment().bytes,
             "teams": [],
+            "structure": "",
         },
         "body": json.loads(body),
     }

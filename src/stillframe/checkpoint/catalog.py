@@ -148,7 +148,7 @@ class Catalog:
             try:
                 parent = self.parent(epoch)
             except (IntegrityError, VersionError) as error:  # no step of another epoch is damaged because of that
-                raise StorageError(f"cannot determine what epoch {epoch} has saved: {error}") from error
+                raise StorageError(f"cannot determine what start {epoch} of the run has saved: {error}") from error
             if parent is None:
                 return True
             self._is_shared[epoch] = parent.is_shared

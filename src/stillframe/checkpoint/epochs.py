@@ -38,6 +38,7 @@ from stillframe.store.protocol import Missing, NotOurs, Store, read_all
 _RECENT = 16
 """So many of the newest epochs are looked at for one of our own."""
 _TRIES = 100
+_LOOKS, _LOOK_S = 20, 0.05
 _ASK_S = 5.0
 """So long a tier may take to say which epochs it knows."""
 _MOST_IN_TIER = names.MAX_EPOCH // 2
@@ -74,6 +75,17 @@ def is_newest(catalog: Catalog, epoch: int) -> bool:
     return max(catalog.epochs(), default=0) <= epoch
 
 
+def is_harmless(catalog: Catalog, epoch: int, run: str) -> bool:
+    """Whether a later epoch takes nothing over: it is of this same run, or somebody has removed saves by hand in it."""
+    found = read_claim(catalog.store, epoch)
+    for _ in range(_LOOKS):  # its directory comes first
+        if found is None:
+            time.sleep(_LOOK_S)
+            found = read_claim(catalog.store, epoch)
+    parent = catalog.parent(epoch)
+    return (found is not None and found.run == run) or (parent is not None and parent.is_by_hand)
+
+
 def claim(catalog: Catalog, run: str, sequence: int, number: int | None = None, tiers: Sequence[Catalog] = ()) -> int:
     """Begin an epoch: the next free number, or ``number`` where the ranks have agreed on one.  May be repeated.
 
@@ -85,7 +97,7 @@ def claim(catalog: Catalog, run: str, sequence: int, number: int | None = None, 
     for _ in range(_TRIES):
         epoch = number or next_epoch(catalog, tiers)
         if epoch > names.MAX_EPOCH:
-            raise ConfigError(f"{catalog.root} has had {names.MAX_EPOCH} epochs: use another root")
+            raise ConfigError(f"{catalog.root} has had {names.MAX_EPOCH} starts: use another root")
         if catalog.store.put_new(names.claim(epoch), encode_claim(Claim(epoch, run, sequence))):
             return epoch
         if number is not None:
@@ -98,7 +110,7 @@ def claim_number(catalog: Catalog, run: str, sequence: int, number: int) -> int:
     if number > names.MAX_EPOCH or not catalog.store.put_new(
         names.claim(number), encode_claim(Claim(number, run, sequence))
     ):
-        raise BusyError(f"epoch {number} of {catalog.root} is another run's: one run writes to a root")
+        raise BusyError(f"start {number} in {catalog.root} is another run's: one run writes to a root")
     return number
 
 

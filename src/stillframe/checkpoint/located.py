@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from stillframe.format import tree, values
+from stillframe.format.layout import Layout
 from stillframe.format.records import Seal
 from stillframe.format.segment import Shard
 
@@ -66,6 +67,7 @@ class Kept:
     def __init__(self) -> None:
         self.values: dict[tuple[int, int], Any] = {}
         self.shards: dict[tuple[int, int], Shard] = {}
+        self.layouts: dict[tuple[int, int], Layout] = {}
 
     def keep(self, rank: int, node: tree.Node, seal: Seal) -> None:
         for each in tree.nodes(node, tree.ValueNode):
@@ -76,6 +78,9 @@ class Kept:
         ]
         for leaf in leaves:
             self.shards[rank, leaf.shard] = seal.shards[leaf.shard]
+        for sharded in tree.nodes(node, tree.ShardedNode):
+            if sharded.layout is not None:
+                self.layouts[rank, sharded.layout] = seal.layouts[sharded.layout]
 
 
 class Merged:

@@ -248,9 +248,11 @@ class RootLock:
         if owner and owner.trainer and (owner.trainer, owner.host) == (self._trainer, socket.gethostname()):
             return BusyError(
                 f"{self._store.where()} is open in another Checkpointer of this same process (pid {owner.trainer}): "
-                "use that one, or close() it before this one is made"
+                "use that one, or close() it before this one saves or restores"
             )
-        who = f"pid {owner.pid} on {owner.host} ({owner.state})" if owner else "another process"
+        who = "another process" if owner is None else f"its keeper is process {owner.pid} on {owner.host}"
+        if owner is not None and owner.trainer:
+            who = f"process {owner.trainer} trains there, and {who}"
         return BusyError(
             f"{self._store.where()} is being written by another run: {who}. "
             "One run writes to a root: stop the other one, or give this one its own root. To read only, use "

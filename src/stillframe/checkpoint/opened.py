@@ -80,6 +80,8 @@ class Checkpoint:
         self._catalog = catalog
         self._opening = threading.Lock()
         self._parts: OrderedDict[int, RankPart] = OrderedDict()
+        self._structures: dict[int, str] = {}
+        """Of the trees that were read, by the first rank that has the same."""
         self._lock: FileLock | None = None
         try:
             self._hold()
@@ -108,6 +110,11 @@ class Checkpoint:
         """Whose parts can be read here: all, or some where the roots are not shared."""
         return list(self._entries)
 
+    def like(self, rank: int) -> int:
+        """The first rank, of those here, whose tree has the same structure as this one's."""
+        like = self._entries[rank].like
+        return rank if like is None else like
+
     def of(self, rank: int) -> RankPart:
         """One rank's part.  Its seal is read, unless it is among those that were asked for last.
 
@@ -119,11 +126,21 @@ class Checkpoint:
                 entry = self._entries.get(rank)
                 if entry is None:
                     raise NotFoundError(f"the part of rank {rank} is not in {self.path}; this root is not shared")
-                part = self._parts[rank] = RankPart(self._catalog.store, self.manifest, entry)
+                part = RankPart(self._catalog.store, self.manifest, entry)
+                self._check_like(rank, part.seal)
+                self._parts[rank] = part
             self._parts.move_to_end(rank)
             if len(self._parts) > PARSED:
                 self._parts.popitem(last=False)
             return part
+
+    def _check_like(self, rank: int, seal: Seal) -> None:
+        """The manifest is not taken at its word: a tree that is said to be like another would not be looked at."""
+        like = self.like(rank)
+        if self._structures.setdefault(like, seal.structure) != seal.structure:
+            raise FormatError(
+                f"{self.path}: rank {rank} has another structure than rank {like}, whose its manifest says"
+            )
 
     def seal_bytes(self, rank: int) -> bytes:
         """The seal of one rank as it is stored, verified.  Raises: as :meth:`of`."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
@@ -103,11 +103,13 @@ def is_there(checkpoint: Checkpoint, target: Catalog) -> bool:
     save = checkpoint.save
     if not target.is_shared(save.epoch):
         raise ExistsError(f"{target.root} holds the parts of some ranks only (shared=False): give another place")
+    if not any(target.store.list(names.step_dir(save))):  # as with most: then one request tells all
+        return False
     if not target.is_committed(save):
         _check_not_aside(target, save)
         return False
-    known = {entry.rank: entry for entry in target.manifest(save).ranks}
-    if any(known.get(entry.rank) != entry for entry in checkpoint.manifest.ranks):
+    known = {entry.rank: entry.seal_digest for entry in target.manifest(save).ranks}
+    if any(known.get(entry.rank) != entry.seal_digest for entry in checkpoint.manifest.ranks):
         raise _of_another_run(target, f"{save} there is another one")
     return True
 
@@ -129,13 +131,13 @@ def introduce(source: Catalog, target: Catalog, epoch: int, save: SaveId | None 
     _check_related(source, target, ours, save)
     claim = _read(source.store, names.claim(epoch))
     if claim is not None and not target.store.put_new(names.claim(epoch), claim):
-        raise _of_another_run(target, f"epoch {epoch} there is another run's")
+        raise _of_another_run(target, f"start {epoch} there is another run's")
     if parent is not None:
         shared = msgspec.structs.replace(parent, is_shared=True, is_carried=True)
         if not target.store.put_new(names.parent(epoch), encode_parent(shared)):
             found = target.parent(epoch)
             if found is None or (found.run, found.sequence) != (parent.run, parent.sequence):
-                raise _of_another_run(target, f"epoch {epoch} there is another run's")
+                raise _of_another_run(target, f"start {epoch} there is another run's")
     return parent is not None
 
 
@@ -159,16 +161,16 @@ def _check_related(source: Catalog, target: Catalog, ours: set[int], save: SaveI
     there = {*view.epochs, *(each.epoch for each in view.saves)}
     common = sorted(there & ours, reverse=True)
     if there and not common and any(target.is_committed(each) or target.aside(each) for each in view.saves):
-        raise _of_another_run(target, f"its epochs ({_few(there)}) are none of {source.root}'s ({_few(ours)})")
+        raise _of_another_run(target, f"its starts ({_few(there)}) are none of {source.root}'s ({_few(ours)})")
     for epoch in common[:_COMPARED]:
         claims = [_read(each.store, names.claim(epoch)) for each in (source, target)]
         if None not in claims and claims[0] != claims[1] and not _is_by_hand(epoch, source, target):
-            raise _of_another_run(target, f"epoch {epoch} there is another run's")
+            raise _of_another_run(target, f"start {epoch} there is another run's")
     newest = view.branch.epoch
     is_ahead = newest is not None and newest not in ours and save is not None and newest > save.epoch
     if is_ahead and save is not None and not view.branch.has(save):
         raise ExistsError(
-            f"{target.root} has gone on by itself (epoch {newest}): a run has saved there, or somebody has removed "
+            f"{target.root} has gone on by itself (start {newest}): a run has saved there, or somebody has removed "
             f"steps there by hand. Step {save.step} would not count there. Nothing was changed: give another place"
         )
 
@@ -281,7 +283,7 @@ def missing_parts(target: Catalog, save: SaveId) -> tuple[list[int], dict[int, t
     (Whoever waits for a thousand ranks looks often.)  If there is no seal, rank 0 counts as missing.
     Raises: :class:`StorageError`; :class:`IntegrityError`.
     """
-    found = _sealed(target, save)
+    found = _sealed(target.store.list(names.step_dir(save)))
     seals = _briefs(target, save, found[:1])
     missing = _missing(found, seals)
     if not missing:
@@ -290,9 +292,9 @@ def missing_parts(target: Catalog, save: SaveId) -> tuple[list[int], dict[int, t
     return missing, seals
 
 
-def _sealed(target: Catalog, save: SaveId) -> list[int]:
-    """The ranks whose seals are there."""
-    files = map(names.parse_rank_file, target.store.list(names.step_dir(save)))
+def _sealed(listed: Iterable[str]) -> list[int]:
+    """The ranks whose seals are among the names of a save's files."""
+    files = map(names.parse_rank_file, listed)
     return sorted(file.rank for file in files if file is not None and file.kind == "seal" and not file.is_partial)
 
 
@@ -321,8 +323,10 @@ def publish(target: Catalog, save: SaveId) -> list[int]:
     manifest = make_manifest(ordered, read_seal(target.store, save, 0)[0].metadata)
     if not target.store.put_new(names.key(save, names.MANIFEST), encode_manifest(manifest)):
         raise _of_another_run(target, f"{save} there is another one")
-    _check_not_aside(target, save)  # put first, then looked: as whoever removes it does
-    if missing := sorted({*seals} - {*_sealed(target, save)}):  # it was removed meanwhile, with its tombstone
+    listed = set(target.store.list(names.step_dir(save)))  # put first, then looked: as whoever removes it does
+    if names.aside(target.rank) in listed:
+        _check_not_aside(target, save)
+    if missing := sorted({*seals} - {*_sealed(listed)}):  # it was removed meanwhile, with its tombstone
         target.store.delete([names.key(save, names.MANIFEST), f"{names.step_dir(save)}/"])
     return missing
 

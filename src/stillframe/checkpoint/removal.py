@@ -141,7 +141,7 @@ def exclusive(catalog: Catalog, save: SaveId) -> Iterator[bool]:
 
 def superseded(catalog: Catalog, epoch: int) -> BusyError:
     return BusyError(
-        f"another run has taken over {catalog.root} (a later epoch than {epoch} is claimed there): "
+        f"another run has taken over {catalog.root} (a later start than {epoch} is noted there): "
         "stop one of the two, or give each a place of its own"
     )
 

@@ -264,7 +264,7 @@ class _Looks:
         if each.state != "committed" or branch.get(each.step) == each.save:
             return each
         if each.step in branch:
-            reason = f"the branch has another save of this step, of epoch {branch[each.step].epoch}"
+            reason = f"the branch has another save of this step, of start {branch[each.step].epoch}"
             return replace(each, state="superseded", reason=reason, is_on_branch=False)
         return replace(each, state="abandoned", reason="training went on from an earlier step", is_on_branch=False)
 

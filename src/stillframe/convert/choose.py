@@ -12,6 +12,8 @@ from stillframe.errors import ConfigError, NotFoundError
 from stillframe.format import tree
 
 _MODEL = "model"
+_TRAINER = "trainer"
+"""Beside weights that lie at the top of a state: all else that Hugging Face's Trainer has."""
 _ALONE = "tensor"
 """The name of a state that is one tensor."""
 _RESERVED = "__metadata__"
@@ -52,7 +54,8 @@ def chosen(stored: Stored, is_everything: bool, below: str | None, is_any_rank: 
 
 
 def weights(stored: Stored, below: str | None, is_any_rank: bool) -> Choice:
-    """What lies below a path: the one given, else ``model``, else the whole state if it holds nothing but tensors.
+    """What lies below a path: the one given, else ``model``, else the whole state if it holds nothing but tensors, or
+    nothing but tensors and ``trainer``, which is left out.
 
     ``is_any_rank``: of tensors that every rank stored for itself, take this rank's; else they are refused.
     """
@@ -60,13 +63,17 @@ def weights(stored: Stored, below: str | None, is_any_rank: bool) -> Choice:
     tops = list(dict.fromkeys(str(entry.path[0]) if entry.path else "~" for entry in found))
     if below is None and _MODEL in tops:
         below = _MODEL
-    if below is None and not all(entry.kind != "value" and len(entry.path) <= 1 for entry in found):
+    others = {str(entry.path[0]) for entry in found if entry.path and (entry.kind == "value" or len(entry.path) > 1)}
+    is_trainers = below is None and others == {_TRAINER} != {*tops}
+    if below is None and not is_trainers and not all(entry.kind != "value" and len(entry.path) <= 1 for entry in found):
         raise ConfigError(
             f"which part are the weights? The state holds {', '.join(tops[:8])}; give --key PATH, or --all"
         )
     keys = [] if below is None else [part.replace("~1", "/").replace("~0", "~") for part in below.strip("/").split("/")]
     top, path = _descend(stored.tree, keys, below or "")
     chosen = _choice(stored, top, path)
+    if is_trainers:
+        chosen = Choice(_without(top, _TRAINER), [each for each in chosen.leaves if each.entry.path[0] != _TRAINER])
     if not is_any_rank:
         _check_no_part(chosen)
         _check_one_for_all(stored, chosen)
@@ -78,6 +85,16 @@ def _choice(stored: Stored, top: Located, path: tree.Path) -> Choice:
     found = [entry for entry in entries(stored) if entry.path[: len(path)] == path]
     leaves = [Named(".".join(map(str, entry.path[len(path) :])) or _last(entry), entry) for entry in found]
     return Choice(top, leaves)
+
+
+def _without(top: Located, left_out: str) -> Located:
+    """A dict, less one item."""
+    node = top.node
+    assert isinstance(node, tree.DictNode)
+    kept = [(key, item) for key, (name, item) in zip(node.keys, items_of(top), strict=True) if name != left_out]
+    items = [item for _, item in kept]
+    shown = tree.DictNode([key for key, _ in kept], [item.node for item in items], is_ordered=node.is_ordered)
+    return Located(top.rank, shown, items)
 
 
 def _last(entry: Entry) -> str:

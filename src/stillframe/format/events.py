@@ -60,6 +60,8 @@ class Update(msgspec.Struct, frozen=True, array_like=True):
 
     at_s: float
     waited_s: float
+    begins: bool = True
+    """Another iteration: the step of an optimizer, and not ``fence()`` called by hand or a second optimizer's step."""
 
 
 class Updates(_Event, frozen=True):

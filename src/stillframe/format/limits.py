@@ -15,7 +15,11 @@ MAX_CHUNK_BYTES = 1024 * MIB
 MAX_DEPTH = 100
 """Levels of nesting in a state."""
 MAX_DIMENSIONS = 64
+MAX_DIVIDED = 12
+"""Dimensions in which one tensor is divided into boxes.  Whether boxes tile it is told by all their corners."""
 MAX_RANKS = 100_000
+MAX_PIECES = 4_000_000
+"""Of a layout: ranks of the mesh times split factors."""
 MAX_LINEAGE_ROWS = 10_000
 MAX_TIERS = 8
 MAX_NOTE_BYTES = 4 * MIB

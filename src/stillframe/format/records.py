@@ -12,6 +12,7 @@ from stillframe.errors import FormatError, UnsupportedStateError
 from stillframe.format import limits, names
 from stillframe.format.digest import is_digest
 from stillframe.format.envelope import TOO_LARGE, Record, unwrap, unwrap_head, wrap
+from stillframe.format.layout import Layout, check_layout
 from stillframe.format.segment import Shard, check_shards
 from stillframe.format.tree import Node, check_tree
 from stillframe.model import BLOCK_BYTES, SaveId
@@ -62,6 +63,8 @@ class SealBrief(Record, frozen=True):
     """How many updates this rank had made since its epoch began; ``None`` if that is not known."""
     segment_bytes: int
     teams: list[Team]
+    structure: str = ""
+    """Equal for ranks whose trees have the same structure (:func:`structure_of`); empty: it is not known."""
 
 
 class SealDraft(Record, frozen=True):
@@ -76,6 +79,8 @@ class SealDraft(Record, frozen=True):
     teams: list[Team] = msgspec.field(default_factory=list)
     metadata: dict[str, Any] = msgspec.field(default_factory=dict)
     updates: int | None = None
+    layouts: list[Layout] = msgspec.field(default_factory=list)
+    structure: str = ""
 
 
 class Seal(Record, frozen=True):
@@ -92,22 +97,27 @@ class Seal(Record, frozen=True):
     shards: list[Shard]
     tree: Node
     values: list[Any]
+    layouts: list[Layout] = msgspec.field(default_factory=list)
+    """Who holds which boxes of the tensors in the tree that name them."""
+    structure: str = ""
 
     @property
     def brief(self) -> SealBrief:
         return SealBrief(
             self.save, self.rank, self.world_size, self.parent, self.saved_unix_s, self.updates, self.segment.bytes,
-            self.teams,
+            self.teams, self.structure,
         )  # fmt: skip
 
 
-class RankEntry(Record, frozen=True):
+class RankEntry(Record, frozen=True, omit_defaults=True):
     """What a manifest says of one rank."""
 
     rank: int
     segment_bytes: int
     seal_digest: str
     """Of the seal's body, as it stands in its envelope."""
+    like: int | None = None
+    """The first rank of this manifest whose tree has the same structure; ``None``: this one."""
 
 
 class Manifest(Record, frozen=True):
@@ -150,7 +160,8 @@ def encode_seal(
 ) -> tuple[bytes, SealBrief, str]:
     """The file, its brief, and the digest by which a manifest knows it."""
     brief = SealBrief(
-        save, draft.rank, draft.world_size, parent, draft.saved_unix_s, draft.updates, segment.bytes, draft.teams
+        save, draft.rank, draft.world_size, parent, draft.saved_unix_s, draft.updates, segment.bytes, draft.teams,
+        draft.structure,
     )  # fmt: skip
     fields = {name: getattr(brief, name) for name in brief.__struct_fields__ if name != "segment_bytes"}
     stored = {
@@ -159,6 +170,7 @@ def encode_seal(
         "shards": draft.shards,
         "tree": draft.tree,
         "values": draft.values,
+        "layouts": draft.layouts,
     }
     body = msgspec.json.encode({**fields, **stored})
     data, known_by = wrap("seal", body, brief)
@@ -180,7 +192,11 @@ def make_manifest(seals: Sequence[tuple[SealBrief, str]], metadata: dict[str, An
     ``metadata``: that of the first seal.
     """
     first = seals[0][0]
-    entries = [RankEntry(brief.rank, brief.segment_bytes, known_by) for brief, known_by in seals]
+    entries: list[RankEntry] = []
+    structures: dict[str, int] = {}
+    for brief, known_by in seals:
+        like = structures.setdefault(brief.structure, brief.rank) if brief.structure else brief.rank
+        entries.append(RankEntry(brief.rank, brief.segment_bytes, known_by, None if like == brief.rank else like))
     return Manifest(first.save, first.parent, first.world_size, first.saved_unix_s, metadata, entries)
 
 
@@ -268,7 +284,9 @@ def _check_seal(seal: Seal) -> None:
     if not all(map(is_digest, [segment.header, *segment.chunks])):
         raise FormatError("a checksum is malformed")
     check_shards(seal.shards, segment.data_bytes)
-    check_tree(seal.tree, seal.shards, seal.values)
+    for layout in seal.layouts:
+        check_layout(layout, seal.world_size)
+    check_tree(seal.tree, seal.shards, seal.values, seal.layouts)
 
 
 def _check_manifest(manifest: Manifest) -> None:
@@ -278,6 +296,8 @@ def _check_manifest(manifest: Manifest) -> None:
     for entry in manifest.ranks:
         if entry.segment_bytes < 0 or not is_digest(entry.seal_digest):
             raise FormatError(f"rank {entry.rank} has an impossible size or a malformed checksum")
+        if entry.like is not None and (not 0 <= entry.like < entry.rank or manifest.ranks[entry.like].like is not None):
+            raise FormatError(f"rank {entry.rank} cannot be like rank {entry.like}")
 
 
 def encode_shards(shards: Sequence[Shard]) -> msgspec.Raw:

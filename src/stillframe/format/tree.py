@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import fnmatch
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, TypeVar, Union
 
 import msgspec
 
 from stillframe.errors import FormatError
 from stillframe.format import limits
+from stillframe.format.digest import digest
+from stillframe.format.layout import Layout, check_divides
 from stillframe.format.segment import ITEM_BYTES, NUMPY_DTYPES, Shard, check_box
 from stillframe.units import MIB
 
@@ -36,11 +38,11 @@ def is_match(name: str, pattern: str) -> bool:
     return name == pattern or name.startswith(pattern.rstrip("/") + "/") or fnmatch.fnmatchcase(name, pattern)
 
 
-class _Node(msgspec.Struct, frozen=True, tag_field="kind", forbid_unknown_fields=True):
-    pass
+class _Node(msgspec.Struct, frozen=True, tag_field="kind", forbid_unknown_fields=True, gc=False):
+    """Not looked at by the garbage collector: nodes refer to one another downward only, and there are many."""
 
 
-class View(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class View(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     """A tensor that is a strided view of a shard, because it aliases another; counted in items of ``dtype``."""
 
     dtype: str
@@ -85,7 +87,7 @@ class TensorNode(_Node, frozen=True, tag="tensor"):
     view: View | None = None
 
 
-class RankBox(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class RankBox(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     """A box of a tensor, and the rank whose segment holds it."""
 
     rank: int
@@ -103,6 +105,8 @@ class ShardedNode(_Node, frozen=True, tag="sharded"):
     dtype: str
     shape: tuple[int, ...]
     boxes: list[RankBox] = msgspec.field(name="parts")
+    layout: int | None = None
+    """Which of the seal's layouts tells who holds which boxes; ``None``: that is not known."""
 
 
 class ArrayNode(_Node, frozen=True, tag="array"):
@@ -187,28 +191,54 @@ def nodes(tree: Node, kind: type[_Kind]) -> Iterator[_Kind]:
         stack.extend(reversed(children(node)))
 
 
-def check_tree(tree: Node, shards: Sequence[Shard], values: Sequence[Any]) -> None:
+def structure_of(tree: Node, elsewhere: Collection[int] = ()) -> str:
+    """A digest, equal for trees that have the same keys and the same kinds of nodes in the same places.
+
+    Of ranks with the same structure one tree tells which paths all of them have: trees are merged by keys and kinds,
+    and what a tensor or a value is does not matter.  ``elsewhere``: the values that stand for items of other ranks.
+    """
+    found: list[object] = []
+    stack = [tree]
+    while stack:
+        node = stack.pop()
+        found.append(node.keys if isinstance(node, DictNode) else len(children(node)))
+        is_elsewhere = isinstance(node, ValueNode) and node.value in elsewhere
+        found.append("elsewhere" if is_elsewhere else _KINDS[type(node)])
+        stack.extend(reversed(children(node)))
+    return digest(msgspec.json.encode(found))
+
+
+_KINDS = {kind: kind.__struct_config__.tag for kind in (*_WITH_ITEMS, *_WITH_ITEM, *_LEAVES)}
+
+
+def check_tree(tree: Node, shards: Sequence[Shard], values: Sequence[Any], layouts: Sequence[Layout] = ()) -> None:
     """Every index is in range, arrays have numpy's dtypes, the nesting is within limits; else :class:`FormatError`."""
     _check_depth(values)
     stack = [(tree, 1)]
     while stack:
         node, depth = stack.pop()
-        if depth > limits.MAX_DEPTH and not is_leaf(node):
-            raise FormatError(f"the state is nested deeper than {limits.MAX_DEPTH} levels")
-        _check_node(node, shards, values)
-        stack.extend((item, depth + 1) for item in children(node))
+        if isinstance(node, ShardedNode):  # most nodes are one of these two
+            _check_sharded(node, layouts)
+        elif isinstance(node, ValueNode):
+            _check_value(node, values)
+        else:
+            if depth > limits.MAX_DEPTH and not is_leaf(node):
+                raise FormatError(f"the state is nested deeper than {limits.MAX_DEPTH} levels")
+            _check_node(node, shards)
+            depth += 1
+            stack += [(item, depth) for item in children(node)]
 
 
-def _check_node(node: Node, shards: Sequence[Shard], values: Sequence[Any]) -> None:
+def _check_value(node: ValueNode, values: Sequence[Any]) -> None:
+    if not 0 <= node.value < len(values):
+        raise FormatError(f"the tree names value {node.value} of {len(values)}")
+
+
+def _check_node(node: Node, shards: Sequence[Shard]) -> None:
     if isinstance(node, DictNode):
         if len(node.keys) != len(node.items):
             raise FormatError("a dict has more keys than items")
         _check_depth(node.keys)
-    elif isinstance(node, ValueNode):
-        if not 0 <= node.value < len(values):
-            raise FormatError(f"the tree names value {node.value} of {len(values)}")
-    elif isinstance(node, ShardedNode):
-        _check_sharded(node)
     elif isinstance(node, WrapperNode):
         _check_wrapper(node)
     elif isinstance(node, TensorNode | ArrayNode):
@@ -243,14 +273,18 @@ def _check_view(view: View, shard: Shard) -> None:
         raise FormatError(f"a view of {shard.name!r} repeats its {shard.nbytes} bytes up to {items * item_bytes}")
 
 
-def _check_sharded(node: ShardedNode) -> None:
+def _check_sharded(node: ShardedNode, layouts: Sequence[Layout]) -> None:
     if node.dtype not in ITEM_BYTES:
         raise FormatError(f"tensor {node.tensor!r} has an unknown dtype {node.dtype!r}")
     check_box(node.shape, (0,) * len(node.shape), node.shape, node.tensor)
-    if math.prod(max(size, 1) for size in node.shape) * ITEM_BYTES[node.dtype] >= 1 << 63:
+    if math.prod([size or 1 for size in node.shape]) * ITEM_BYTES[node.dtype] >= 1 << 63:
         raise FormatError(f"tensor {node.tensor!r} has an impossible shape {node.shape}")
     for box in node.boxes:
         check_box(node.shape, box.offset, box.shape, node.tensor)
+    if node.layout is not None:
+        if not 0 <= node.layout < len(layouts):
+            raise FormatError(f"the tree names layout {node.layout} of {len(layouts)}")
+        check_divides(layouts[node.layout], len(node.shape), node.tensor)
 
 
 def _check_wrapper(node: WrapperNode) -> None:

@@ -60,7 +60,8 @@ class Findings:
         if parts:
             raise MismatchError(
                 f"step {step} does not fit the state; nothing was touched. "
-                "Pass strict=False to restore what matches.\n" + "\n".join(parts)
+                'exclude="path/*" leaves these parts as they are; strict=False restores whatever matches.\n'
+                + "\n".join(parts)
             )
 
 

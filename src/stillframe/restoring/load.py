@@ -27,13 +27,16 @@ class Builder:
     """Makes values of a stored tree: reserves their tensors at once, assembles the values after these were filled.
 
     Everything that can be refused is refused at once: values are decoded and registered types looked up.
-    ``only``: names and globs of the leaves that are wanted.
+    ``only``: names and globs of the leaves that are wanted; ``exclude``: of those that are not.
     """
 
-    def __init__(self, stored: Stored, placement: Placement, only: Sequence[str] | None = None) -> None:
+    def __init__(
+        self, stored: Stored, placement: Placement, only: Sequence[str] | None = None, exclude: Sequence[str] = ()
+    ) -> None:
         self._stored = stored
         self._placement = placement
         self._only = only
+        self._exclude = exclude
         self.given: dict[tree.Path, torch.Tensor] = {}
         """Tensors to use at these paths in place of new ones; somebody else fills them."""
         self.paths: list[str] = []
@@ -127,11 +130,12 @@ class Builder:
         return lambda: value
 
     def _is_wanted(self, path: tree.Path) -> bool:
-        if self._only is None:
+        if self._only is None and not self._exclude:
             return True
         name = tree.render(path)
         self.paths.append(name)
-        return any(tree.is_match(name, pattern) for pattern in self._only)
+        is_chosen = self._only is None or any(tree.is_match(name, pattern) for pattern in self._only)
+        return is_chosen and not any(tree.is_match(name, pattern) for pattern in self._exclude)
 
 
 def has_live_parts(node: tree.Node) -> bool:
@@ -174,10 +178,19 @@ def load_rank(
     rank: int,
     *,
     only: str | Sequence[str] | None = None,
+    exclude: Sequence[str] = (),
     storage_options: Mapping[str, Any] | None = None,
 ) -> Any:
-    """As :func:`load`, only what this rank saved.  A ``SaveId``: exactly that save, on the branch or not."""
-    return _load(Catalog(root, storage_options=storage_options), save, only, rank, is_merged=False)
+    """As :func:`load`, only what this rank saved.  A ``SaveId``: exactly that save, on the branch or not.
+
+    ``exclude``: parts that are not wanted, as of ``restore``.
+    """
+    return _load(Catalog(root, storage_options=storage_options), save, only, rank, exclude, is_merged=False)
+
+
+def load_save(root: str | os.PathLike[str], save: SaveId, rank: int) -> Any:
+    """As :func:`load`, exactly that save, on the branch or not.  A rank that it has not: ``rank`` modulo its ranks."""
+    return read_while_it_is_there(Catalog(root), save, lambda found: _read(Stored(found, rank, is_merged=True)))
 
 
 def _load(
@@ -185,6 +198,7 @@ def _load(
     step: int | SaveId | None,
     only: str | Sequence[str] | None,
     rank: int,
+    exclude: Sequence[str] = (),
     *,
     is_merged: bool,
 ) -> Any:
@@ -192,16 +206,22 @@ def _load(
 
     def read(checkpoint: Checkpoint) -> Any:
         stored = Stored(checkpoint, _seen_by(checkpoint, rank), is_merged=is_merged)
-        placement = Placement(stored)
-        builder = Builder(stored, placement, patterns)
-        later = builder.build(stored.tree)
-        if later is None:
-            some = ", ".join(builder.paths[:5]) or "nothing at all"
-            raise NotFoundError(f"only={only!r} matches nothing in step {checkpoint.step}; it holds {some}, …")
-        placement.fill()
-        return later()
+        return _read(stored, patterns, exclude)
 
     return read_while_it_is_there(catalog, step, read)
+
+
+def _read(stored: Stored, only: Sequence[str] | None = None, exclude: Sequence[str] = ()) -> Any:
+    placement = Placement(stored)
+    builder = Builder(stored, placement, only, exclude)
+    later = builder.build(stored.tree)
+    if later is None and only is None:
+        return {}
+    if later is None:
+        some = ", ".join(builder.paths[:5]) or "nothing at all"
+        raise NotFoundError(f"only={only!r} matches nothing in step {stored.checkpoint.step}; it holds {some}, …")
+    placement.fill()
+    return later()
 
 
 def _seen_by(checkpoint: Checkpoint, rank: int) -> int:

@@ -31,7 +31,8 @@ from stillframe.restoring.optimizers import (
 )
 from stillframe.restoring.selection import Selection
 from stillframe.restoring.state_dicts import StateDicts
-from stillframe.state.owners import has_own_layout
+from stillframe.state.live import tensors_in
+from stillframe.state.owners import has_own_layout, optimizers_in
 from stillframe.state.torch_internals import local_of
 from stillframe.state.train_state import TrainState, clean
 from stillframe.state.walk import module_state
@@ -75,8 +76,11 @@ class Objects:
         later = self._state_dicts.make(content, current, path)
 
         def apply() -> Any:
+            state = later()
+            held = _held(live, state) if isinstance(live, torch.optim.Optimizer) else []
             with _loading(live, path):
-                live.load_state_dict(later())
+                live.load_state_dict(state)
+            _keep_held(held)
             return live
 
         return apply
@@ -227,6 +231,30 @@ def _loading(live: Any, path: tree.Path) -> Iterator[None]:
         raise StateError(
             f"{where}: load_state_dict of {type(live).__name__} raised {type(error).__name__}: {text_of(error)}"
         ) from error
+
+
+_Held = tuple[torch.optim.Optimizer, Any, str, torch.Tensor]
+
+
+def _held(optimizer: torch.optim.Optimizer, state: Any) -> list[_Held]:
+    """The tensors of a state dict that it, or one that it wraps, holds for a parameter."""
+    given = {id(value) for value in tensors_in(state).values()}
+    return [
+        (one, parameter, name, value)
+        for one in optimizers_in(optimizer)
+        for parameter, own in one.state.items()
+        if isinstance(own, dict)
+        for name, value in own.items()
+        if id(value) in given
+    ]
+
+
+def _keep_held(held: list[_Held]) -> None:
+    """The same as :func:`_keep_dtypes`, of an optimizer with a layout of its own: what was filled is held again."""
+    for optimizer, parameter, name, value in held:
+        now = optimizer.state.get(parameter, {}).get(name)
+        if isinstance(now, torch.Tensor) and now.dtype != value.dtype:
+            optimizer.state[parameter][name] = value
 
 
 def _keep_dtypes(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:

@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import add, sub
 from typing import Any
 
 import torch
@@ -22,8 +23,9 @@ from stillframe.checkpoint.read import read_chunks
 from stillframe.checkpoint.stored import Located, Stored, StoredBox
 from stillframe.errors import FormatError, MismatchError, UnsupportedStateError
 from stillframe.format import tree
+from stillframe.format.layout import make_up
 from stillframe.format.segment import ITEM_BYTES
-from stillframe.state.boxes import Box, make_up
+from stillframe.state.boxes import Box
 from stillframe.state.dtypes import DTYPES, PLAIN_TENSORS
 from stillframe.state.memory import byte_extent, is_plain, row_slices
 from stillframe.state.spread import boxes_of
@@ -106,7 +108,7 @@ class Placement:
         """Note which boxes of which shards make up this box of the tensor."""
         if 0 in box.shape:
             return
-        for found in self._stored.sources(leaf):
+        for found in self._stored.sources(leaf, box.offset, box.shape):
             overlaps = list(_overlaps(found, box))
             if make_up([(in_box, shape) for _, _, in_box, shape in overlaps], box.shape):
                 break
@@ -125,10 +127,13 @@ class Placement:
 
         Raises: :class:`FormatError`; :class:`MismatchError` if the other boxes lie in other roots.
         """
-        if isinstance(leaf.node, tree.ShardedNode) and not any(
-            make_up([(box.offset, box.shape) for box in found], leaf.node.shape) for found in self._stored.sources(leaf)
-        ):
-            raise self._incomplete(leaf)
+        if not isinstance(leaf.node, tree.ShardedNode):
+            return
+        shape = leaf.node.shape
+        for found in self._stored.sources(leaf, (0,) * len(shape), shape):
+            if make_up([(box.offset, box.shape) for box in found], shape):
+                return
+        raise self._incomplete(leaf)
 
     def _incomplete(self, leaf: Located) -> Exception:
         """Why the boxes of a sharded tensor do not make it up."""
@@ -257,19 +262,12 @@ def _overlaps(
             origin = (0,) * len(box.shape)
             yield stored, origin, origin, box.shape
             return
-    if not found:
-        return
-    # The geometry is DCP's own.
-    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
-    from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
-
-    chunks = [ChunkStorageMetadata(torch.Size(each.offset), torch.Size(each.shape)) for each in found]
-    wanted = ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.shape))
-    described = TensorStorageMetadata(TensorProperties(), torch.Size(box.shape), chunks)
-    for item in create_read_items_for_chunk_list("", described, [wanted]):
-        index = item.storage_index.index
-        assert index is not None
-        yield found[index], tuple(item.storage_offsets), tuple(item.dest_offsets), tuple(item.lengths)
+    for stored in found:
+        begin = tuple(map(max, stored.offset, box.offset))
+        ends = map(min, map(add, stored.offset, stored.shape), map(add, box.offset, box.shape))
+        shape = tuple(map(sub, ends, begin))
+        if min(shape, default=1) > 0:
+            yield stored, tuple(map(sub, begin, stored.offset)), tuple(map(sub, begin, box.offset)), shape
 
 
 def _flat(index: Sequence[int], shape: Sequence[int]) -> int:

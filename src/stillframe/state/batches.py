@@ -6,13 +6,18 @@ a position is the generators as they were before that, the number of batches tak
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator
 from typing import Any, Generic, TypeVar
 
 import torch
+import torch.distributed as dist
+from torch.utils.data import DistributedSampler
 
 from stillframe.errors import StateError
 from stillframe.state.rng import RNG
+
+logger = logging.getLogger("stillframe")
 
 _T = TypeVar("_T")
 
@@ -31,6 +36,10 @@ class Batches(Generic[_T]):
     The first pass after a restore loads the batches that were taken before once more, and drops them.  Saved are the
     generators that :class:`RNG` saves, the loader's own, and its sampler's.  Not saved: random numbers of workers that
     are kept from pass to pass (``persistent_workers=True``).
+
+    Restored onto another number of ranks, or with another batch size, a loader with a ``DistributedSampler`` goes on
+    after as many samples as all ranks had taken.  If that is in the middle of a batch, it goes on at its beginning, and
+    a warning says how many samples come twice.  Without one a warning says that samples come twice or not at all.
     """
 
     def __init__(self, loader: Iterable[_T]) -> None:
@@ -74,13 +83,65 @@ class Batches(Generic[_T]):
 
     def state_dict(self) -> dict[str, Any]:
         now = self._restored or self._generators()
-        return {"epoch": self.epoch, "batch": self.batch, "begun": self._begun or self._generators(), "now": now}
+        begun = self._begun or self._generators()
+        return {
+            "epoch": self.epoch, "batch": self.batch, "begun": begun, "now": now,
+            "share": self._share(), "length": self._length(),
+        }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes effect with the next pass: what is drawn until then is drawn in vain."""
-        self.epoch, self.batch = state["epoch"], state["batch"]
+        self.epoch, self.batch = state["epoch"], self._batch_in(state)
         self._begun, self._restored = state["begun"], state["now"]
         self._set(state["now"])
+
+    # --- other shares ------------------------------------------------------------------------
+
+    def _share(self) -> dict[str, Any]:
+        """How the samples of a pass are divided into batches of ranks."""
+        sampler = getattr(self.loader, "sampler", None)
+        is_divided = isinstance(sampler, DistributedSampler)
+        world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+        return {
+            "ranks": sampler.num_replicas if isinstance(sampler, DistributedSampler) else world_size,
+            "batch_size": getattr(self.loader, "batch_size", None),
+            "is_divided": is_divided,
+        }
+
+    def _batch_in(self, state: dict[str, Any]) -> int:
+        """Which batch of this loader the saved one is, where ranks or batches have another number or size."""
+        batch: int = state["batch"]
+        then, now = state["share"], self._share()
+        if then == now or not batch:
+            return batch
+        before, after = (f"{each['ranks']} × {each['batch_size']}" for each in (then, now))
+        what = f"the samples of a step were {before} (ranks × batch size) when this was saved, and are {after} now"
+        length = self._length()
+        is_known = then["batch_size"] and now["batch_size"] and then["is_divided"] == now["is_divided"]
+        if length is None or not is_known or not (now["is_divided"] or then["ranks"] == now["ranks"] == 1):
+            self._warn(
+                f"{what}. Every rank goes on after {batch} batches of its own: of this pass some samples come twice, "
+                "others not at all. Loaders with a DistributedSampler go on at the right place. To begin the pass "
+                "anew, leave this object out (restore(…, exclude=…)) and set its epoch"
+            )
+            return batch
+        if batch == state["length"]:  # the last batch may have been smaller
+            return length
+        samples: int = batch * then["ranks"] * then["batch_size"]
+        whole, again = divmod(samples, int(now["ranks"] * now["batch_size"]))
+        if again and whole < length:
+            self._warn(f"{what}. Of this pass {samples} samples were taken: the last {again} of them come again")
+        return min(whole, length)
+
+    def _length(self) -> int | None:
+        try:
+            return len(self)
+        except (TypeError, NotImplementedError):  # a stream, which workers may divide otherwise
+            return None
+
+    def _warn(self, text: str) -> None:
+        if not dist.is_available() or not dist.is_initialized() or dist.get_rank() == 0:
+            logger.warning("Batches: %s", text)
 
     # --- generators --------------------------------------------------------------------------
 

@@ -6,13 +6,13 @@ Everything that is stored, written by one rank or read by another is a box.
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from stillframe.errors import ConfigError
+from stillframe.format import limits
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,23 +48,6 @@ def whole_box(shape: Sequence[int]) -> Box:
     return Box(origin, tuple(shape), origin)
 
 
-def make_up(boxes: Sequence[tuple[Sequence[int], Sequence[int]]], shape: Sequence[int]) -> bool:
-    """Whether these boxes, each given by offset and shape, tile a tensor: every item lies in exactly one of them.
-
-    A box is the sum, with alternating signs, of the orthants that begin at its corners, and no other sum of orthants is
-    the same.  So boxes tile the tensor if and only if their corners add up to those of the whole.  Sizes alone do not
-    tell: boxes that overlap hide a hole.
-    """
-    if len(boxes) == 1 and tuple(boxes[0][1]) == tuple(shape):  # the usual case
-        return not any(boxes[0][0])
-    corners: Counter[tuple[int, ...]] = Counter()
-    for weight, offset, sizes in [(-1, (0,) * len(shape), shape), *((1, *box) for box in boxes)]:
-        for ends in itertools.product((0, 1), repeat=len(sizes)):
-            corner = tuple(at + size * end for at, size, end in zip(offset, sizes, ends, strict=True))
-            corners[corner] += weight * (-1) ** sum(ends)
-    return not any(corners.values())
-
-
 class TensorBox:
     """The box of a tensor that this rank writes; stands in a state where the tensor would.
 
@@ -85,6 +68,9 @@ class TensorBox:
             start >= 0 and start + size <= whole
             for start, size, whole in zip(self.offset, sizes, self.shape, strict=True)
         )
+        divided = sum(size != whole for size, whole in zip(sizes, self.shape, strict=False))
+        if fits and divided > limits.MAX_DIVIDED:
+            raise ConfigError(f"TensorBox: divided in {divided} dimensions; {limits.MAX_DIVIDED} are allowed")
         if not fits:
             raise ConfigError(
                 f"TensorBox: a box of {sizes} at {self.offset} does not lie within a tensor of {self.shape}"
@@ -92,23 +78,45 @@ class TensorBox:
 
     @classmethod
     def joined(cls, parts: Sequence[TensorBox]) -> TensorBox:
-        """Several boxes that this rank writes of one tensor; they are copied.  Raises :class:`ConfigError`."""
+        """Several boxes that this rank writes of one tensor.  Raises :class:`ConfigError`.
+
+        They are copied, unless they lie one behind the other in one memory, as the halves of ``torch.chunk`` do.
+        """
         first = parts[0]
         if len({(each.shape, each.tensor.dtype, each.tensor.device) for each in parts}) > 1 or not first.shape:
             raise ConfigError("TensorBox.joined: these are not boxes of one tensor")
         joined = cls(first.tensor, first.shape, first.offset)
         sizes = [tuple(each.tensor.shape) for each in parts]
         rows, *others = zip(*sizes, strict=True)
-        joined.tensor = first.tensor.new_zeros((sum(rows), *map(max, others)))
+        in_place = _in_one([each.tensor for each in parts])
+        joined.tensor = first.tensor.new_zeros((sum(rows), *map(max, others))) if in_place is None else in_place
         at = itertools.accumulate(rows, initial=0)
         boxes = [
             Box(each.offset, size, (start, *(0 for _ in others)))
             for each, size, start in zip(parts, sizes, at, strict=False)
         ]
-        for each, box in zip(parts, boxes, strict=True):
-            box.of(joined.tensor).copy_(each.tensor)
+        if in_place is None:
+            for each, box in zip(parts, boxes, strict=True):
+                box.of(joined.tensor).copy_(each.tensor)
         joined.boxes = tuple(box for box in boxes if 0 not in box.shape)
         return joined
 
     def __repr__(self) -> str:
         return f"TensorBox(shape={self.shape}, offset={self.offset}, of={tuple(self.tensor.shape)})"
+
+
+def _in_one(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """The tensor whose rows are those of these, if they lie in this order in one memory; else ``None``."""
+    first, end = tensors[0], tensors[0].storage_offset()
+    for each in tensors:
+        is_next = (
+            each.layout is torch.strided
+            and each.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+            and (each.stride(), each.shape[1:]) == (first.stride(), first.shape[1:])
+            and each.storage_offset() == end
+        )
+        if not is_next:
+            return None
+        end += each.shape[0] * each.stride(0)
+    rows = sum(each.shape[0] for each in tensors)
+    return first.detach().as_strided((rows, *first.shape[1:]), first.stride(), first.storage_offset())

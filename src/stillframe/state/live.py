@@ -68,9 +68,12 @@ class LiveState:
 
     The copies of one state are reused for the next, so that the plan of a save still fits.  Call :meth:`state` only
     behind a fence, when the state before has been staged (``checkpointer.fence(wait=True)``).
+
+    ``by_optimizers``: parameters that no optimizer has are copied at once, too: averages of weights change at any time.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, by_optimizers: bool = False) -> None:
+        self._by_optimizers = by_optimizers
         self._owners: list[weakref.ref[Any]] = []
         self._unowned: set[_Path] | None = None
         """Paths of tensors whose owner was not found when all objects were last searched."""
@@ -123,7 +126,8 @@ class LiveState:
         for reference in self._owners:
             owner = reference()
             if isinstance(owner, torch.nn.Module):
-                yield from (each for each in own_parameters(owner) if each.requires_grad)
+                if not self._by_optimizers:
+                    yield from (each for each in own_parameters(owner) if each.requires_grad)
             elif owner is not None:
                 for group in owner.param_groups:
                     yield from group["params"]

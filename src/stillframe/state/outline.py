@@ -36,6 +36,8 @@ DICT, ORDERED, LIST, TUPLE, OBJECT, LEAF, ARRAY, TENSOR, VALUE, SHARDED, WRAPPER
 TENSORS = (TENSOR, ARRAY, SHARDED)
 TENSOR_TOKEN = (TENSOR,)
 VALUE_TOKEN = (VALUE,)
+ELSEWHERE_TOKEN = (VALUE, "elsewhere")
+"""Of a value that stands for an item of another rank: trees of ranks are merged by these."""
 
 
 class Outline:
@@ -45,6 +47,8 @@ class Outline:
         self._keys: dict[tuple[Any, ...], tuple[list[str], list[Any]]] = {}
         self.names: list[str | None] = []
         """The path of every tensor as text, in the order of the walk; ``None`` for a state that is a tensor itself."""
+        self.elsewhere: set[int] = set()
+        """The numbers of the values that stand for items of other ranks; known once the tree is made."""
         self._tokens = tokens
         self._parts: Iterator[PartOf] = iter(())
         rest = iter(tokens)
@@ -100,7 +104,10 @@ class Outline:
         if kind in (TENSOR, SHARDED):
             return next(leaves)
         if kind == VALUE:
-            return ValueNode(next(numbers))
+            number = next(numbers)
+            if token is not VALUE_TOKEN:
+                self.elsewhere.add(number)
+            return ValueNode(number)
         if kind == ARRAY:
             leaf = next(leaves)
             return ArrayNode(leaf.shard, token[1]) if isinstance(leaf, TensorNode) else leaf

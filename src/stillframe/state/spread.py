@@ -9,18 +9,21 @@ such a tensor, and torch's own function gives the first.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import msgspec
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from stillframe.errors import UnsupportedStateError
+from stillframe.errors import FormatError, UnsupportedStateError
 from stillframe.format.digest import digest
+from stillframe.format.layout import Layout, check_layout, holders, make_layout
 from stillframe.format.records import Team
 from stillframe.format.segment import OF_TEAM
 from stillframe.format.tree import PartBox, PartOf
@@ -29,9 +32,11 @@ from stillframe.state.boxes import Box, TensorBox, whole_box
 from stillframe.state.dtypes import refusal
 from stillframe.state.torch_internals import (
     communication_hooks,
+    division_of,
     is_dtensor,
     local_shape_and_offset,
     local_tensor,
+    own_rank,
     split_as,
 )
 from stillframe.state.train_state import innermost
@@ -57,7 +62,7 @@ class Seat:
         """
         if not self.knows_ranks or len(team) in (0, self.world_size):
             return name
-        return f"{name}{OF_TEAM}{digest(msgspec.json.encode(team))[:8]}"
+        return f"{name}{OF_TEAM}{_digest_of(team)[:8]}"
 
 
 ALONE = Seat(0, 1, knows_ranks=False, writes_once=False)
@@ -75,6 +80,8 @@ class Spread:
     """The ranks that hold any box of it; in order."""
     layout: str
     """What must be the same on all of the team, as text."""
+    recorded: Layout | None = None
+    """Who holds which boxes, for whoever reads them; ``None`` if that is not known."""
 
 
 def spread_of(tensor: Any) -> Spread:
@@ -83,22 +90,64 @@ def spread_of(tensor: Any) -> Spread:
     if any(placement.is_partial() for placement in placements):
         raise Unencodable("a DTensor with Partial placements, which are yet to be added up; redistribute it")
     shape = tuple(tensor.shape)
-    members = mesh.mesh
     coordinate = mesh.get_coordinate()
-    team = tuple(sorted(members.flatten().tolist()))
-    layout = f"{tuple(map(str, placements))} on {tuple(members.shape)}"
+    kinds = tuple((type(placement), placement) for placement in placements)
+    seats = _seats(mesh, own_rank(), kinds, None if coordinate is None else tuple(coordinate))
     if coordinate is None:
-        return Spread(shape, (), (), team, layout)  # others hold it
-    same = tuple(
-        slice(None) if placement.is_replicate() else at for placement, at in zip(placements, coordinate, strict=True)
-    )
-    ranks = tuple(sorted(members[same].flatten().tolist()))
+        return Spread(shape, (), (), seats.team, seats.layout, seats.recorded)  # others hold it
     boxes = _boxes(tensor, shape, coordinate)
     local = tuple(local_tensor(tensor).shape)
     extent = tuple(max((box.local[dim] + box.shape[dim] for box in boxes), default=0) for dim in range(len(shape)))
     if boxes and extent != local:
         raise Unencodable(f"a DTensor whose local tensor has shape {local}, where its placements make {extent}")
-    return Spread(shape, boxes, ranks, team, layout)
+    return Spread(shape, boxes, seats.ranks, seats.team, seats.layout, seats.recorded)
+
+
+@dataclass(frozen=True, slots=True)
+class _Seats:
+    """What of a spread is the same for all tensors with one mesh and placements."""
+
+    ranks: tuple[int, ...]
+    team: tuple[int, ...]
+    layout: str
+    recorded: Layout | None
+
+
+@lru_cache(maxsize=64)
+def _seats(mesh: Any, _rank: int, kinds: tuple[tuple[type, Any], ...], coordinate: tuple[int, ...] | None) -> _Seats:
+    """Looked up once: of a mesh of thousands, each of thousands of tensors would look at every rank.
+
+    Meshes that are equal need not have the same ranks: whose row of a larger mesh one is depends on the rank of the
+    process, which may have another one after its group was made anew.  Placements that are equal need not be of one
+    class.
+    """
+    members, placements = mesh.mesh, [placement for _, placement in kinds]
+    all_ranks = members.flatten().tolist()
+    layout = f"{tuple(map(str, placements))} on {tuple(members.shape)}"
+    ranks: tuple[int, ...] = ()
+    if coordinate is not None:
+        pairs = zip(placements, coordinate, strict=True)
+        same = tuple(slice(None) if placement.is_replicate() else at for placement, at in pairs)
+        ranks = tuple(sorted(members[same].flatten().tolist()))
+    cuts = [division_of(placement) for placement in placements]
+    known = [cut for cut in cuts if cut is not None]
+    recorded = None
+    if len(known) == len(cuts):
+        made = make_layout(tuple(members.shape), all_ranks, [dim for dim, _ in known], [factor for _, factor in known])
+        with contextlib.suppress(FormatError):  # beyond the limits of the format: readers look at every seal
+            check_layout(made, max(all_ranks) + 1)
+            recorded = made
+    return _Seats(ranks, tuple(sorted(all_ranks)), layout, recorded)
+
+
+@lru_cache(maxsize=64)
+def _replicated(ranks: tuple[int, ...]) -> Layout:
+    return make_layout((len(ranks),), ranks, [None])
+
+
+@lru_cache(maxsize=64)
+def _digest_of(team: tuple[int, ...]) -> str:
+    return digest(msgspec.json.encode(team))
 
 
 def boxes_of(tensor: torch.Tensor) -> tuple[Box, ...]:
@@ -152,7 +201,7 @@ def find_spreads(walk: Walk, names: Sequence[str | None], seat: Seat) -> dict[in
     spreads: dict[int, Spread] = {}
     for index, tensor in walk.dtensors.items():
         try:
-            spreads[index] = spread_of(tensor)
+            spreads[index] = _checked(spread_of(tensor))
         except Unencodable as reason:
             raise UnsupportedStateError(refusal(reason, names[index])) from None
     for index, given in walk.boxes.items():
@@ -162,8 +211,16 @@ def find_spreads(walk: Walk, names: Sequence[str | None], seat: Seat) -> dict[in
         ranks = replicas.get(id(tensor))
         if ranks is not None and not walk.is_volatile[index]:
             shape = tuple(tensor.shape)
-            spreads[index] = Spread(shape, (whole_box(shape),), ranks, ranks, "replicated")
+            spreads[index] = Spread(shape, (whole_box(shape),), ranks, ranks, "replicated", _replicated(ranks))
     return spreads
+
+
+def _checked(spread: Spread) -> Spread:
+    """Without its layout if a reader who goes by it would not find this rank's boxes: then all seals will be read."""
+    layout, shape = spread.recorded, spread.shape
+    if layout is None or all(spread.ranks in holders(layout, shape, box.offset, box.shape) for box in spread.boxes):
+        return spread
+    return replace(spread, recorded=None)
 
 
 def parts_of(walk: Walk, names: Sequence[str | None]) -> list[PartOf]:
@@ -232,6 +289,6 @@ def teams_of(tensors: Iterable[tuple[str, str, Spread, bool]], seat: Seat) -> li
         if seat.knows_ranks and seat.rank in spread.team and len(spread.team) > 1:
             lines[spread.team].append((name, dtype, spread.shape, spread.layout, is_volatile))
     return [
-        Team(digest(msgspec.json.encode(team)), len(team), digest(msgspec.json.encode(sorted(each))))
+        Team(_digest_of(team), len(team), digest(msgspec.json.encode(sorted(each))))
         for team, each in sorted(lines.items())
     ]

@@ -14,6 +14,14 @@ from typing import Any
 import torch
 
 
+def built_for() -> torch.device | None:
+    """The accelerator that torch was built for; starts no device.  torch 2.6 raises where later ones say ``None``."""
+    try:
+        return torch.accelerator.current_accelerator()
+    except RuntimeError:
+        return None
+
+
 def dtensor_class() -> type | None:
     """``DTensor``, if anything has loaded it: importing it takes a while."""
     module = sys.modules.get("torch.distributed.tensor")
@@ -85,6 +93,27 @@ def split_as(placement: Any, indexes: torch.Tensor, count: int) -> list[torch.Te
     found: list[torch.Tensor]
     found, _ = flat._split_tensor(indexes, count, with_padding=False, contiguous=False)
     return found
+
+
+def own_rank() -> int:
+    """Of this process in its default group; -1 if there is none now."""
+    import torch.distributed as dist
+
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else -1
+
+
+def division_of(placement: Any) -> tuple[int | None, int] | None:
+    """The dimension that a placement divides (``None``: it replicates) and its split factor, of the kinds that DTensor
+    has today; ``None`` of any other.  The strided kind is private.  Other modules may derive kinds of their own."""
+    from torch.distributed.tensor import placement_types
+
+    if type(placement) is placement_types.Replicate:
+        return None, 1
+    if type(placement) is placement_types.Shard:
+        return int(placement.dim), 1
+    if type(placement) is getattr(placement_types, "_StridedShard", None):
+        return int(placement.dim), int(placement.split_factor)
+    return None
 
 
 def communication_hooks(module: torch.nn.parallel.DistributedDataParallel) -> list[Any]:

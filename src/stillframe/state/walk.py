@@ -32,6 +32,7 @@ from stillframe.state.dtypes import PLAIN_TENSORS, array_as_tensor, check_tensor
 from stillframe.state.outline import (
     ARRAY,
     DICT,
+    ELSEWHERE_TOKEN,
     LEAF,
     LIST,
     OBJECT,
@@ -47,6 +48,7 @@ from stillframe.state.torch_internals import dtensor_class, local_tensor
 from stillframe.state.train_state import TrainState
 from stillframe.state.wrappers import is_wrapper, kind_of, take_apart
 
+_OPTIMIZER_KEYS = "state", "param_groups"
 _STR_KEYS = {str}
 _INT_KEYS = {int}
 _PARAMETERS = {torch.nn.Parameter}
@@ -71,6 +73,11 @@ class Walk:
         """Of tensors that lie in a DTensor or a wrapper: all of these, in any order."""
         self.owners: list[torch.nn.Module | torch.optim.Optimizer] = []
         """The modules and optimizers met: they know which tensors other ranks hold, too."""
+        self.bare: list[dict[Any, Any]] = []
+        """What is empty under ``state`` in dicts that look like an ``optimizer.state_dict()`` before the first update.
+
+        Not the dicts themselves: their ``param_groups`` may hold tensors, which must not be kept.
+        """
         self._dtensor = dtensor_class()
         self._is_volatile = False
         self._owner: Owner | None = None
@@ -98,7 +105,7 @@ class Walk:
             self.tokens.append((TUPLE, len(node)))
             self._items(enumerate(node))
         elif values.is_value(kind):
-            self.tokens.append(VALUE_TOKEN)
+            self.tokens.append(ELSEWHERE_TOKEN if kind is values.Elsewhere else VALUE_TOKEN)
             self.values.append(_encode(node))
         else:
             self._other(node, kind)
@@ -183,6 +190,10 @@ class Walk:
             # 1, True and 1.0 are equal as keys but not as types: compare what is stored.
             exact = "ints" if kinds == _INT_KEYS else tuple(repr(_encode(key)) for key in keys)
         self.tokens.append((ORDERED if is_ordered else DICT, keys, exact))
+        if keys == _OPTIMIZER_KEYS and self._owner is None and not self._is_volatile:
+            inner = node["state"]
+            if isinstance(inner, dict) and not inner:  # it may be anything, also a tensor
+                self.bare.append(inner)
         kinds = set(map(type, node.values()))
         if kinds == _DICTS and self._are_alike(node.values()):
             return

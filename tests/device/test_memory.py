@@ -14,6 +14,7 @@ import stillframe
 from stillframe import Checkpointer
 from stillframe.latch import Latch
 from stillframe.save.device import CAPTURE_BYTES
+from stillframe.save.survey import BLOCK
 from tests.device import queued
 from tests.device.models import Recipe, Training, on_cpu
 from tests.device.running import on_device
@@ -70,16 +71,34 @@ def moves() -> dict[str, Callable[[Training], None]]:
     return {"move": move, "clear": clear, "drop": drop}
 
 
+def linger_when_staged(checkpointer: Checkpointer) -> Latch:
+    """Whoever says that a save is staged does nothing more until this is unlocked."""
+    go_on, saves = Latch(), checkpointer._stager._saves  # type: ignore[union-attr]
+    say = saves.staged
+
+    def linger(*arguments: Any) -> None:
+        say(*arguments)
+        go_on.wait(WAIT_S)
+
+    saves.staged = linger  # type: ignore[method-assign]
+    return go_on
+
+
 @pytest.mark.parametrize("how", ["move", "clear", "drop"])
 @pytest.mark.parametrize("kind", ["plain", "fused"])
 @on_device
 def test_a_state_that_is_moved_away_frees_its_memory(tmp_path: Path, kind: str, how: str) -> None:
-    """While the checkpointer is open, its plan at hand, and somebody has the save."""
+    """While the checkpointer is open, its plan at hand, which has served twice, and somebody has the save.
+
+    At once when the save is staged: the thread that says so comes no further here.
+    """
     gc.collect()
     before = queued.allocated()
     with training_on("own") as (stream, _), Checkpointer(tmp_path) as checkpointer:
         training = Training(Recipe(kind=kind))  # type: ignore[arg-type]
         training.step()
+        checkpointer.save(0, training.state).wait(timeout_s=WAIT_S)
+        go_on = linger_when_staged(checkpointer)
         save = checkpointer.save(1, training.state)
         save.wait("staged", timeout_s=WAIT_S)
         wanted = on_cpu(training.state)
@@ -88,6 +107,7 @@ def test_a_state_that_is_moved_away_frees_its_memory(tmp_path: Path, kind: str, 
         gc.collect()
         stream.synchronize()
         assert queued.allocated() == before
+        go_on.unlock()
         save.wait(timeout_s=WAIT_S)
         if how == "move":  # and back: the next save is right, in other memory
             to(training, "queued")
@@ -112,30 +132,35 @@ def test_what_lies_where_the_state_lay_is_saved_in_its_place(tmp_path: Path) -> 
         assert [each.unique().tolist() for each in stillframe.load(tmp_path, step)] == [[float(step)]] * 3
 
 
+@pytest.mark.parametrize("before", [0, 2], ids=["a new plan", "a plan used again"])
 @on_device
-def test_a_tensor_that_is_given_other_memory_before_it_is_copied_is_saved_as_it_was(tmp_path: Path) -> None:
+def test_a_tensor_that_is_given_other_memory_before_it_is_copied_is_saved_as_it_was(
+    tmp_path: Path, before: int
+) -> None:
     """No fence, and nothing that torch counts: the stager has not begun when the memory is exchanged."""
     with training_on("own") as (stream, _), Checkpointer(tmp_path) as checkpointer:
-        small = [torch.nn.Parameter(torch.ones(300, device="queued")) for _ in range(20)]
+        small = [torch.nn.Parameter(torch.ones(300, device="queued")) for _ in range(BLOCK + 20)]
         large = torch.nn.Parameter(torch.ones(1000, 1000, device="queued"))
         state = [*small, large, torch.ones(30, 40, device="queued").t()]
+        for step in range(before):
+            checkpointer.save(step, state).wait(timeout_s=WAIT_S)
         stream.synchronize()
         hold = Latch()
         checkpointer._stager.run_soon(lambda: hold.wait(WAIT_S))  # type: ignore[arg-type]
-        save = checkpointer.save(1, state)
-        for parameter in (*small[:10], large):
+        save = checkpointer.save(9, state)
+        for parameter in (*small[:10], *small[-10:], large):
             parameter.data = torch.full_like(parameter, 7.0)
         for _ in range(3):
             torch.full((1000, 1000), 9.0, device="queued")
         hold.unlock()
         save.wait(timeout_s=WAIT_S)
-    assert {value for each in stillframe.load(tmp_path, 1) for value in each.unique().tolist()} == {1.0}
+    assert {value for each in stillframe.load(tmp_path, 9) for value in each.unique().tolist()} == {1.0}
 
 
 @on_device
 def test_odd_tensors_are_saved_by_a_plan_that_is_used_again(tmp_path: Path) -> None:
     with training_on("own"), Checkpointer(tmp_path) as checkpointer:
-        state = odd_tensors(300)
+        state = odd_tensors(BLOCK + 188)
         for step in range(2):
             for each in state.values():
                 if each.numel() and each.dtype is not torch.bool and 0 not in each.stride():

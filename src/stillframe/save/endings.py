@@ -65,8 +65,10 @@ class Endings:
         job.captured.versions.check(job.save.step)
         at_s = time.monotonic()
         job.keeper.send(messages.Staged(job.save.number, at_s))
-        self._saves.staged(job.save, at_s)  # only now: who sees "staged" may rely on the keeper knowing
-        self._over(job)
+        # Only now: whoever sees "staged" may rely on the keeper knowing, and on the state's memory being let go.
+        job.captured.release()
+        self._saves.staged(job.save, at_s)
+        job.is_over = True
 
     def fail(self, job: Job, problem: BaseException) -> None:
         """First whoever waits for it learns it, then the keeper.  What it holds is given back when it ends."""

@@ -38,6 +38,7 @@ from stillframe.save.saves import Save, Saves
 from stillframe.save.seal_count import SealCount
 from stillframe.save.stager import Stager
 from stillframe.save.steps import TakenSteps
+from stillframe.save.unsealed import Unsealed
 from stillframe.schedule import Every, check_every
 from stillframe.tiers import Tier, TierConfig, TierName, check_tiers
 from stillframe.units import parse_rate
@@ -128,6 +129,8 @@ class Checkpointer:
         others = None if epoch is None else SealCount(group, epoch)
         self._saves.on_end += [others.ended] if others is not None else []
         self._keeper = KeeperClient(config, self._saves, others, epoch)
+        if others is None:
+            Unsealed(group, self._saves, self._keeper.report_unsaved).begin()
         self._saves.tiers = self._keeper.tiers
         self._epochs = Epochs(self._catalog, group, self._keeper, self._steps, self._saves, self._tiers)
         self._stager = Stager(self._saves, self._keeper, *arena_of(arena, group.ranks_on_node), others, pace)
@@ -169,16 +172,18 @@ class Checkpointer:
         self._lifetime.check_open("save")
         return self._saver.save(check_step(step), state, metadata, None)
 
-    def due(self, step: int) -> bool:
+    def due(self, step: int, *, last: bool = False) -> bool:
         """Whether this step should be saved, according to ``every``; the same answer on every rank.
 
         Call it once at each step, on every rank: ``if checkpointer.due(step): checkpointer.save(step, state)``.
+        ``last``: whether the loop ends with this step; then it is due.  Otherwise what was trained after the last step
+        that was due is not saved: ``due(step, last=step == steps - 1)``.
 
         Blocks: briefly, with several ranks and ``minutes``, once for each step that is due by the clock.
         Raises: :class:`ConfigError` if there is no ``every``.
         """
         self._lifetime.check_open("due")
-        return self._due.at(check_step(step))
+        return self._due.at(check_step(step), last)
 
     def fence(self, *, wait: bool = False) -> None:
         """Wait until the last snapshot has been copied: after this the state may change.

@@ -42,7 +42,7 @@ class SaveId(msgspec.Struct, frozen=True, order=True, forbid_unknown_fields=True
 
     def __str__(self) -> str:
         again = f", attempt {self.attempt}" if self.attempt > 1 else ""
-        return f"step {self.step} of epoch {self.epoch}{again}"
+        return f"step {self.step} of start {self.epoch}{again}"
 
 
 class Ticket(msgspec.Struct, frozen=True, order=True, forbid_unknown_fields=True):

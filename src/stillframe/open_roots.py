@@ -14,7 +14,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch.distributed as dist
@@ -62,6 +62,11 @@ class OpenRoot:
     def is_idle(self) -> bool:
         """Closing it waits for nobody.  A save that is sealed here may wait for other ranks yet."""
         return not self.users and not self.run.stats().in_flight
+
+    @property
+    def is_first(self) -> bool:
+        """Here the run began, and only here can it end: nobody else can begin one while this root is open."""
+        return self._seat[0] == 0
 
     def fits(self, run: str | None, seat: Seat) -> bool:
         return self._seat == seat and run in (None, self.run.name)
@@ -128,6 +133,10 @@ class Admission:
     rank: int
     world_size: int
 
+    def of(self, rank: int) -> Admission:
+        """Another rank's part in the same save."""
+        return replace(self, rank=rank)
+
     @contextlib.contextmanager
     def enter(self, root: str, how: How) -> Iterator[OpenRoot]:
         """The root, open for this save until the ``with`` ends.  ``root``: as this rank names it.
@@ -145,8 +154,8 @@ class Admission:
 @contextlib.contextmanager
 def admitting(
     root: str | os.PathLike[str], world_size: int, how: How, *, step: int | None = None, least: int = 0
-) -> Iterator[list[Admission]]:
-    """On rank 0: open the root if it is not, and issue a ticket: every rank's admission.
+) -> Iterator[Admission]:
+    """On rank 0: open the root if it is not, and issue a ticket: its own admission, which makes those of the others.
 
     The root stays open for it until the ``with`` ends: nobody here can take it for a save of other ranks in between.
     If the block raises, the save is given up, also if all ranks have sealed it, unless it is committed already.
@@ -164,7 +173,7 @@ def admitting(
             is_alone = world_size == 1 < seat()[1]
             raise BusyError(f"{error}. {_ALONE}" if is_alone else str(error)) from None
         with _redeeming(opened, ticket):
-            yield [Admission(path, opened.run.name, ticket, rank, world_size) for rank in range(world_size)]
+            yield Admission(path, opened.run.name, ticket, 0, world_size)
 
 
 @contextlib.contextmanager
@@ -213,8 +222,7 @@ def _enter(path: str, run: str | None, seat: Seat, how: How) -> OpenRoot:
         _roots.changing.setdefault(path)
     try:
         _roots.close(leaving)
-        options = {each.name: getattr(how, each.name) for each in fields(How)}
-        opened = OpenRoot(path, spi.join(path, run, rank=seat[0], world_size=seat[1], **options), seat, how)
+        opened = OpenRoot(path, spi.Run(path, run, rank=seat[0], world_size=seat[1], **vars(how)), seat, how)
         opened.users = 1
         with _roots.changed:
             _roots.open[path] = opened

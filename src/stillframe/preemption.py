@@ -20,6 +20,7 @@ from stillframe.checkpointer import Checkpointer
 from stillframe.errors import ConfigError, DeadlineError, ExistsError, StillframeError
 from stillframe.model import check_deadline, check_step
 from stillframe.ranks.meeting import Meeting
+from stillframe.save.handle import Save
 
 logger = logging.getLogger("stillframe")
 
@@ -44,8 +45,9 @@ def on_preemption(
             preemption.check(step)                # after a signal: saves, waits, and exits
 
     signals: which signals.  A signal to any rank ends all of them.
-    deadline_s: how long a rank waits, before it exits, until the checkpoint is committed and its tiers have it.  After
-    that it exits anyway; its keeper finishes what is staged, unless it is killed with the job.
+    deadline_s: how long a rank waits, before it exits, until the checkpoint is committed, and has been copied to every
+    tier, whatever the tier's ``every``: the machine may not come back.  After that it exits anyway; its keeper finishes
+    what is staged, unless it is killed with the job.
     exit_code: of the process; by default 128 plus the signal's number, as shells report it (143 for SIGTERM).
     on_exception: used in a ``with`` statement, also save when an exception ends the loop, if no update has begun since
     the last :meth:`~Preemption.check` (else the state belongs to no step).  A data loader may be one batch ahead.  With
@@ -110,8 +112,8 @@ class Preemption:
         if number:
             name = _name(int(number))
             logger.warning("%s: saving step %d, then exiting", name, self._step)
-            self._save(self._step, {"preempted_by": name})
-            self._leave(int(number))
+            save = self._save(self._step, {"preempted_by": name})
+            self._leave(int(number), save)
 
     def close(self) -> None:
         """Restore the earlier signal handlers.  May be called again."""
@@ -132,26 +134,47 @@ class Preemption:
         if self._checkpointer._fence.updates != self._updates:
             logger.warning("no checkpoint on %s: an update had begun since step %d", type(error).__name__, self._step)
             return
+        logger.warning("%s: saving step %d", type(error).__name__, self._step)
         self._save(self._step, {"ended_by": type(error).__name__})
 
-    def _save(self, step: int, metadata: dict[str, Any]) -> None:
-        """Never raises: whoever leaves, leaves."""
+    def _save(self, step: int, metadata: dict[str, Any]) -> Save | None:
+        """Save the step, unless the loop has; every tier gets it.  Never raises: whoever leaves, leaves."""
+        self._checkpointer._keeper.carry(step)
         try:
-            self._checkpointer.save(step, self._state, metadata=metadata)
-        except ExistsError:
-            pass  # the loop has saved this step itself
+            return self._checkpointer.save(step, self._state, metadata=metadata)
         except Exception as error:  # also of the state's own objects
-            logger.warning("step %d was not saved: %s: %s", step, type(error).__name__, error)
+            requested = self._checkpointer._saves.newest
+            save = requested if requested is not None and requested.step == step else None
+            if isinstance(error, ExistsError):
+                return save  # the loop has saved this step itself
+            if save is None:
+                logger.warning("step %d was not saved: %s: %s", step, type(error).__name__, error)
+            else:
+                logger.warning("%s", error)  # of an earlier save
+            return save
 
-    def _leave(self, number: int) -> NoReturn:
+    def _leave(self, number: int, save: Save | None = None) -> NoReturn:
         """Every rank does: none is left to wait for in a collective."""
         began = time.monotonic()
         try:
             self._checkpointer.close(self._deadline_s)
         except StillframeError as error:
             logger.warning("%s", error)
-        logger.warning("exited after %.1f s", time.monotonic() - began)
+        where = "" if save is None else f": {self._where(save)}"
+        logger.warning("exited after %.1f s%s", time.monotonic() - began, where)
         raise SystemExit(128 + number if self._exit_code is None else self._exit_code)
+
+    def _where(self, save: Save) -> str:
+        """Where a save is safe by now, and where it is not."""
+        if save.error is not None:
+            return f"step {save.step} is lost: {save.error}"
+        if save.phase != "committed":
+            return f"step {save.step} is {save.phase}: the keeper finishes it, unless it is killed with the job"
+        tiers = save.tiers
+        places = [self._checkpointer._catalog.root, *(root for root in tiers if tiers[root] == "committed")]
+        late = [f"{root} ({phase})" for root, phase in tiers.items() if phase != "committed"]
+        rest = f", not in {', '.join(late)}: the keeper goes on, unless it is killed with the job" if late else ""
+        return f"step {save.step} is committed in {', '.join(places)}{rest}"
 
 
 def _name(number: int) -> str:

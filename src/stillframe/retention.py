@@ -128,7 +128,7 @@ class KeepBest(Keep, frozen=True, tag="best"):
 
     def _picks(self, found: Sequence[Known], now_s: float) -> set[int]:
         sign = 1 if self.mode == "max" else -1
-        numbers = [(_number(known.metadata.get(self.metric)), known.save) for known in found]
+        numbers = [(number_of(known.metadata.get(self.metric)), known.save) for known in found]
         ranked = sorted((sign * number, save) for number, save in numbers if number is not None)
         return {save.step for _, save in ranked[-self.count :]}
 
@@ -188,7 +188,7 @@ def _is_text(name: str) -> bool:
     return name.encode("utf-8", "replace").decode() == name
 
 
-def _number(value: object) -> float | None:
+def number_of(value: object) -> float | None:
     """The value if it is a number; NaN and bools are none."""
     return value if isinstance(value, int | float) and not isinstance(value, bool) and value == value else None
 

@@ -1,6 +1,6 @@
 """For code that saves through stillframe inside somebody else's loop (DCP, DeepSpeed).  Training loops need none of it.
 
-tickets      Ticket, Run, join, issue, save, withdraw, settle: below
+tickets      Ticket, Run, issue, save, withdraw, settle: below
 updates      UpdateGate holds them back for a save that another thread has yet to request
 boxes        TensorBox, BoxReader, ELSEWHERE: parts of tensors and of lists, for callers that divide a state themselves
 other names  Label, read_alias, show_labels, save_of: a directory that stands for a save
@@ -9,9 +9,10 @@ removal      remove: single steps, beside the run that saves there
 state dicts  LiveState: one that stands still until the next update; versions_of: to tell if it did not;
              mapped, tensors_in, is_tensor: what is in one
 values       storable: whether a value comes back as it was; is_wrapper: whether a tensor wraps others;
-             load_rank: what one rank saved of a save
+             load_rank, load_save: what one rank, or all of them, saved in a save
 roots        has_saves: whether there is anything to wait for; wait_finished: for the keepers of a run that has ended
 steps        meeting: one that all ranks agree on, for what happens on one of them
+endings      when_over: as Save.then, and also for a save that fails
 processes    keeper_pid
 
 A ``Checkpointer`` takes the step from its caller, who counts alike on every rank.  A loop that does not number its
@@ -24,7 +25,8 @@ there one rank issues a ticket::
 A save under a ticket is exactly one save: ranks with different tickets write to different directories, and a ticket is
 used once.  A rank that got one and will not save says so with :func:`withdraw`.
 
-Nor need the ranks meet to begin a run: one begins it, and sends its name with the tickets; the others :func:`join` it.
+Nor need the ranks meet to begin a run: one begins it (:class:`Run`), and sends its name with the tickets; the others
+join it by that.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ from stillframe.format.values import ELSEWHERE
 from stillframe.model import Label, Ticket, check_step
 from stillframe.ranks.meeting import Meeting
 from stillframe.restoring.boxes import BoxReader
-from stillframe.restoring.load import load_rank
+from stillframe.restoring.load import load_rank, load_save
 from stillframe.retention import Keep
 from stillframe.save.fence import Holds, OptimizerFence
 from stillframe.save.saves import Save
@@ -72,9 +74,9 @@ __all__ = [
     "is_tensor",
     "is_wrapper",
     "issue",
-    "join",
     "keeper_pid",
     "load_rank",
+    "load_save",
     "mapped",
     "meeting",
     "read_alias",
@@ -87,42 +89,38 @@ __all__ = [
     "tensors_in",
     "versions_of",
     "wait_finished",
+    "when_over",
     "withdraw",
 ]
 
 
 class Run(Checkpointer):
-    """A checkpointer whose ranks never talk to one another; for saving only, in a root that they share.
+    """A root that is open for saves with tickets.  Without a ``name``, on rank 0: a run begins; the others join it.
 
-    What a ``Checkpointer``'s ranks agree on when they make it, the caller sends: ``name``.
+    Its ranks share the root, and never wait for one another; what those of a ``Checkpointer`` agree on when they make
+    it, the caller sends: the ``name``.  For saving only.  Failed saves are logged.
+    Raises: :class:`ConfigError`, :class:`KeeperError`.
     """
 
     _ranks_talk = False
 
-    def __init__(self, root: str | os.PathLike[str], name: str, **options: Any) -> None:
-        self.name = name
-        super().__init__(root, on_error="warn", shared=True, **options)  # "warn": who asked for a save waits for it
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        name: str | None = None,
+        *,
+        rank: int,
+        world_size: int,
+        arena: int | str = "auto",
+        keep: Keep | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.name = name or secrets.token_hex(4)
+        given: dict[str, Any] = {"arena": arena, "keep": keep, "storage_options": storage_options}
+        super().__init__(root, rank=rank, world_size=world_size, on_error="warn", shared=True, **given)
 
     def _name_run(self, keep: Keep | None, tiers: Sequence[TierConfig]) -> str:
         return self.name
-
-
-def join(
-    root: str | os.PathLike[str],
-    name: str | None = None,
-    *,
-    rank: int,
-    world_size: int,
-    arena: int | str = "auto",
-    keep: Keep | None = None,
-    storage_options: Mapping[str, Any] | None = None,
-) -> Run:
-    """Open a root for saves with tickets.  Without a ``name``: begin a run, on rank 0; the others join it by its name.
-
-    Never waits for another rank.  Failed saves are logged.  Raises: :class:`ConfigError`, :class:`KeeperError`.
-    """
-    options: dict[str, Any] = {"arena": arena, "keep": keep, "storage_options": storage_options}
-    return Run(root, name or secrets.token_hex(4), rank=rank, world_size=world_size, **options)
 
 
 def issue(checkpointer: Checkpointer, step: int | None = None, *, least: int = 0) -> Ticket:
@@ -238,6 +236,14 @@ def versions_of(state: Any) -> Versions:
     return Versions([*found.values(), *map(local_of, found.values())], names * 2)
 
 
+def when_over(save: Save, function: Callable[[Save], object]) -> None:
+    """Call ``function(save)`` once this save is committed or has failed; as :meth:`Save.then`, and after its functions.
+
+    For those whose own bookkeeping waits for the end of a save, whichever it is.
+    """
+    save._saves.when_over(save, function)
+
+
 def keeper_pid(checkpointer: Checkpointer) -> int | None:
     """The process id of the keeper, if one runs: for those who watch its memory, or end it in tests."""
     return checkpointer._keeper.pid
@@ -253,7 +259,7 @@ class UpdateGate:
         self._fence = fence
         self._holds = Holds()
         self._owner_pid = os.getpid()
-        self._hook = OptimizerFence(self.wait)
+        self._hook = OptimizerFence(lambda _begins: self.wait())
 
     @property
     def is_ours(self) -> bool:

@@ -3,11 +3,14 @@
 
 #include <c10/util/Exception.h>
 
+#include <sys/mman.h>
+
 #include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstring>
 #include <map>
+#include <memory_resource>
 #include <set>
 #include <shared_mutex>
 #include <thread>
@@ -146,6 +149,7 @@ void drop(std::function<void()> work) {
   if (world().is_leaving) {
     new std::function<void()>(std::move(work));
   }
+  work = nullptr; // while the lock is held: a parameter outlives the locals
 }
 
 Queue& queue_of(const c10::Stream& stream) {
@@ -198,6 +202,35 @@ std::vector<Queue*> queues_of(int device) {
 
 namespace {
 
+/// The device's memory is its own: in the heap it would lie between torch's objects, and these in other places than with
+/// a GPU.  What asks many tensors something would take longer, only for that.
+class Pages final : public std::pmr::memory_resource {
+  void* do_allocate(size_t nbytes, size_t) override {
+    void* data = mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (data == MAP_FAILED) {
+      throw std::bad_alloc();
+    }
+    return data;
+  }
+  void do_deallocate(void* data, size_t nbytes, size_t) override {
+    munmap(data, nbytes);
+  }
+  bool do_is_equal(const memory_resource& other) const noexcept override {
+    return this == &other;
+  }
+};
+
+constexpr size_t ALIGNMENT = 64;
+
+size_t aligned(size_t nbytes) {
+  return (nbytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
+}
+
+std::pmr::memory_resource& memory() {
+  static auto* one = new std::pmr::synchronized_pool_resource({0, 64 << 10}, new Pages);
+  return *one;
+}
+
 /// What was freed may be used again from here on.  On the thread of the stream that allocated it.
 void bury(const Block& block) {
   auto& all = world();
@@ -206,7 +239,7 @@ void bury(const Block& block) {
     report("a block of " + std::to_string(block.nbytes) + " bytes was used again while another stream used it");
   }
   all.blocks_changed.wait(lock, [&] { return block.users == 0; });
-  std::free(block.data);
+  memory().deallocate(block.data, aligned(block.nbytes), ALIGNMENT);
 }
 
 void bury_freed(int device, c10::StreamId id) {
@@ -250,8 +283,7 @@ BlockPtr allocate(size_t nbytes) {
     all.allocated[block->device] += static_cast<int64_t>(nbytes);
   }
   bury_freed(block->device, block->stream);
-  block->data = static_cast<char*>(std::aligned_alloc(64, (nbytes + 63) / 64 * 64));
-  TORCH_CHECK(block->data != nullptr, "the host has no memory");
+  block->data = static_cast<char*>(memory().allocate(aligned(nbytes), ALIGNMENT));
   std::memset(block->data, 0xA5, nbytes); // nobody may take it for zeros
   return block;
 }

@@ -20,6 +20,7 @@
 
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <cstring>
@@ -755,6 +756,45 @@ void fallback(const c10::OperatorHandle& op, Stack* stack) {
   Call(op, stack).run();
 }
 
+/// Rows of one type go end to end, as with every device; the fallback would make two more tensors for each of them.
+void cat(const c10::OperatorHandle& op, Stack* stack) {
+  const auto tensors = torch::jit::peek(*stack, 0, 2).toTensorVector();
+  const auto are_alike = [&](const Tensor& each) {
+    return each.dim() == 1 && each.is_contiguous() && each.is_privateuseone() && each.dtype() == tensors[0].dtype() &&
+        each.device() == tensors[0].device();
+  };
+  if (tensors.empty() || !std::all_of(tensors.begin(), tensors.end(), are_alike)) {
+    fallback(op, stack);
+    return;
+  }
+  at::AutoDispatchBelowADInplaceOrView below;
+  std::vector<std::pair<const char*, size_t>> rows;
+  Blocks blocks;
+  int64_t items = 0;
+  for (const auto& each : tensors) {
+    items += each.numel();
+    if (auto block = block_of(each)) {
+      rows.emplace_back(static_cast<const char*>(each.const_data_ptr()), each.nbytes());
+      blocks.push_back(std::move(block));
+    }
+  }
+  const c10::DeviceGuard guard(tensors[0].device());
+  const auto made = at::empty({items}, tensors[0].options().requires_grad(false));
+  if (auto block = block_of(made)) {
+    blocks.push_back(std::move(block));
+  }
+  auto* into = static_cast<char*>(made.mutable_data_ptr());
+  launch(current_stream(made.device().index()), std::move(blocks), [rows = std::move(rows), into] {
+    auto* next = into;
+    for (const auto& [data, nbytes] : rows) {
+      std::memcpy(next, data, nbytes);
+      next += nbytes;
+    }
+  });
+  torch::jit::drop(*stack, 2);
+  stack->emplace_back(made);
+}
+
 REGISTER_ALLOCATOR(TYPE, &device_memory)
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard)
 
@@ -774,6 +814,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_copy_from", copy_from);
   m.impl("_copy_from_and_resize", copy_from_and_resize);
   m.impl("native_dropout", native_dropout);
+  m.impl("cat", torch::CppFunction::makeFromBoxedFunction<&cat>());
 }
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {

@@ -152,6 +152,33 @@ def test_an_error_in_a_kernel_is_raised_when_somebody_waits() -> None:
         torch.accelerator.synchronize()
 
 
+JOINED = {
+    "rows": [torch.arange(5.0), torch.arange(3.0), torch.empty(0)],
+    "scalars": [torch.tensor(1.0), torch.tensor(2.0)],
+    "two types": [torch.arange(5), torch.arange(3.0)],
+    "with gaps": [torch.arange(10.0)[::2], torch.arange(3.0)],
+    "two dimensions": [torch.ones(2, 3), torch.zeros(1, 3)],
+}
+
+
+@pytest.mark.parametrize("what", JOINED)
+@on_device
+def test_tensors_are_joined_as_on_the_host(what: str) -> None:
+    tensors = JOINED[what]
+    join = torch.cat if tensors[0].dim() else torch.stack
+    wanted = join(tensors)
+    for device in ("queued:0", "queued:1"):
+        with torch.no_grad():
+            found = join([each.to(device) for each in tensors])
+        assert str(found.device) == device
+        assert found.dtype == wanted.dtype
+        assert torch.equal(found.cpu(), wanted)
+    leaf = tensors[0].float().to("queued").requires_grad_()
+    join([leaf, leaf]).sum().backward()
+    assert leaf.grad is not None
+    assert torch.equal(leaf.grad.cpu(), torch.full(leaf.shape, 2.0))
+
+
 @on_device
 def test_random_numbers_go_on_from_a_state() -> None:
     torch.manual_seed(5)

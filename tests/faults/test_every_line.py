@@ -11,8 +11,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 # A part of the lines of each; `make torture` tries every one.
-THREADS = [("stage", "once", 1, 12), ("stage", "always", 5, 12), ("receive", "once", 0, 9), ("receive", "always", 4, 9)]
-THREADS += [("arrive", "once", 2, 9), ("arrive", "always", 5, 9)]
+THREADS = [("stage", "once", 1, 12), ("stage", "always", 5, 36), ("receive", "once", 0, 9), ("receive", "always", 4, 9)]
+THREADS += [("arrive", "once", 2, 9), ("arrive", "always", 5, 27)]
 THREADS += [("keeper", "once", 7, 300), ("keeper", "always", 150, 400)]
 CALLS = [("save", "once", 0, 3), ("fence", "once", 0, 2), ("wait", "once", 0, 2)]
 SLOWER = [("restore", "once", 5, 24), ("close", "once", 1, 12)]

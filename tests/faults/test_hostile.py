@@ -68,7 +68,7 @@ def envelope(kind: str, body: bytes, version: int = 1, brief: bytes = b"") -> by
     return head + b'"body":' + body + b"}\n"
 
 
-BRIEF = ("save", "rank", "world_size", "parent", "saved_unix_s", "updates", "teams")
+BRIEF = ("save", "rank", "world_size", "parent", "saved_unix_s", "updates", "teams", "structure")
 """What the brief of a seal repeats."""
 
 
@@ -406,6 +406,20 @@ def test_a_forgery_that_says_nothing_false_is_read(root: Path) -> None:
     """The forger's tools are right: only what a case changes is refused."""
     Forged(root, 2).write()
     assert_same(load(root, 2), make_state(2))
+
+
+def test_a_box_of_another_dtype_than_its_tensor_is_refused(tmp_path: Path) -> None:
+    """It is shorter in bytes: the rest would be whatever lies in memory."""
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, {"a": torch.arange(64, dtype=torch.uint8)})
+    forged = Forged(tmp_path, 1)
+    forged.shard("a")["whole"] = {"tensor": "a", "shape": [64], "offset": [0]}
+    box = {"rank": 0, "offset": [0], "shape": [64]}
+    forged.node("a").clear()
+    forged.tree["items"][0].update(kind="sharded", tensor="a", dtype="F32", shape=[64], parts=[box])
+    forged.write()
+    with pytest.raises(FormatError, match="differ in dtype"):
+        load(tmp_path, 1)
 
 
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: STEPS[step].name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 
 import stillframe
 from stillframe import Checkpointer, spi
+from stillframe.observe.history import histories
 from stillframe.save.fence import OptimizerFence, hook
 from tests.support import assert_same, make_model, pause, train_step
 
@@ -131,7 +133,7 @@ def test_no_optimizer_of_torch_changes_anything_before_its_closure(kind: Any, is
     called, seen = list[str](), list[Any]()
     now = {"weights": weights, "optimizer": optimizer}
 
-    def look() -> None:
+    def look(_begins: bool) -> None:
         called.append("fence")
         seen.append(copy(now))
 
@@ -169,7 +171,7 @@ def test_an_optimizer_of_another_kind_waits_before_its_closure() -> None:
 
     called: list[str] = []
     weights = torch.nn.Parameter(torch.ones(4))
-    fence = OptimizerFence(lambda: called.append("fence"))
+    fence = OptimizerFence(lambda _begins: called.append("fence"))
     try:
         Perturbing([weights], lr=0.1).step(lambda: called.append("closure"))
     finally:
@@ -281,3 +283,75 @@ def test_an_audit_with_an_optimizer_passes_a_sound_loop(tmp_path: Path) -> None:
             train_step(model, optimizer)
             checkpointer.save(step, {"model": model, "optimizer": optimizer})
     assert stillframe.Catalog(tmp_path).steps() == [0, 1, 2, 3]
+
+
+def test_an_iteration_is_a_step_of_one_optimizer_whatever_else_passes_the_fence(tmp_path: Path) -> None:
+    weights = [torch.nn.Parameter(torch.ones(4)) for _ in range(2)]
+    optimizers = [torch.optim.SGD([each], lr=0.1) for each in weights]
+    average = torch.ones(4)
+    with Checkpointer(tmp_path, arena="32MiB") as checkpointer:
+        for step in range(12):
+            for weight in weights:
+                weight.grad = torch.ones(4)
+            time.sleep(0.01)
+            for optimizer in optimizers:
+                optimizer.step()
+            checkpointer.fence()  # an average, by hand
+            average.lerp_(weights[0].detach(), 0.1)
+            if step % 3 == 0:
+                checkpointer.save(step, {"weights": weights, "average": average})
+    (history,) = histories(tmp_path)
+    assert len(history.updates) > 30  # all that passed the fence
+    iterations = history.iterations()
+    assert 8 <= len(iterations) <= 11  # one that a busy machine makes very long is not counted
+    assert all(end_s - begin_s > 0.009 for begin_s, end_s in iterations)
+
+
+def test_without_an_optimizer_an_iteration_is_from_fence_to_fence(tmp_path: Path) -> None:
+    weights = torch.ones(4)
+    with Checkpointer(tmp_path, arena="32MiB") as checkpointer:
+        for step in range(5):
+            checkpointer.fence()
+            weights += 1
+            checkpointer.save(step, {"weights": weights})
+            time.sleep(0.02)
+    (history,) = histories(tmp_path)
+    assert 2 <= len(history.iterations()) <= 4  # one that a busy machine makes very long is not counted
+
+
+def test_the_optimizer_that_has_stepped_most_counts_and_another_takes_its_place_when_it_is_gone() -> None:
+    begun: list[bool] = []
+    fence = OptimizerFence(begun.append)
+    try:
+        first, second = (torch.optim.SGD([torch.zeros(1)], lr=0.1) for _ in range(2))
+        for optimizer in (first, second, first, second, first):
+            optimizer.step()
+        assert begun == [True, False, True, False, True]
+        assert fence.updates == 3
+        del first, optimizer
+        assert fence.updates == 2
+        second.step()
+        assert (begun[-1], fence.updates) == (True, 3)
+    finally:
+        fence.remove()
+
+
+def test_an_optimizer_for_each_parameter_costs_no_look_at_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    fence = OptimizerFence(lambda _begins: None)
+    try:
+        optimizers = [torch.optim.SGD([torch.zeros(1)], lr=0.1) for _ in range(5)]
+        for optimizer in optimizers:
+            optimizer.step()
+
+        def walked(_self: object) -> Any:
+            raise AssertionError("every optimizer is looked at, at every step of each")
+
+        for name in ("__iter__", "keys", "values", "items"):
+            monkeypatch.setattr(type(fence._made), name, walked)
+        for _ in range(3):
+            for optimizer in optimizers:
+                optimizer.step()
+        assert fence.updates == 4
+    finally:
+        monkeypatch.undo()
+        fence.remove()

@@ -177,6 +177,22 @@ def test_an_optimizer_with_a_layout_of_its_own_is_saved_and_restored_by_its_own_
         stillframe.restore(root, {"optimizers": stepped(torch.optim.AdamW)}, 1)
 
 
+def test_its_state_keeps_its_dtype(root: Path) -> None:
+    """``Optimizer.load_state_dict`` casts it to that of the parameter."""
+    first, live = contained(), contained()
+    for container, value in ((first, 3.0), (live, 0.0)):
+        advance(container)
+        for optimizer in container.optimizers:
+            for state in optimizer.state.values():
+                state["exp_avg"] = torch.full_like(state["exp_avg"], value, dtype=torch.bfloat16)
+    with Checkpointer(root) as checkpointer:
+        checkpointer.save(1, {"optimizers": first})
+    stillframe.restore(root, {"optimizers": live})
+    kept = [state["exp_avg"] for optimizer in live.optimizers for state in optimizer.state.values()]
+    assert {each.dtype for each in kept} == {torch.bfloat16}
+    assert all(each.eq(3.0).all() for each in kept)
+
+
 def test_its_state_is_staged_lazily_and_what_else_it_holds_is_captured() -> None:
     container = contained()
     advance(container)

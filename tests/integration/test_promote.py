@@ -58,7 +58,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def save_pair(root: Path) -> None:
-    runs = [spi.join(root, "0123abcd", rank=rank, world_size=len(RANKS), arena="64MiB") for rank in RANKS]
+    runs = [spi.Run(root, "0123abcd", rank=rank, world_size=len(RANKS), arena="64MiB") for rank in RANKS]
     for step in (SMALL, LARGE):
         for save in [spi.save(run, state(rank, step), step, metadata={"loss": 0.5}) for rank, run in enumerate(runs)]:
             save.wait()

@@ -17,6 +17,7 @@ from stillframe import BusyError, Catalog, Checkpointer, ConfigError, KeepLast, 
 from stillframe.integrations import deepspeed
 from stillframe.integrations.dcp import Reader, Writer
 from stillframe.integrations.deepspeed.engine import CheckpointEngine
+from stillframe.model import SaveId
 from stillframe.observe.doctor import examine
 from stillframe.observe.history import histories
 from tests.support import until
@@ -35,8 +36,9 @@ TAKERS: dict[str, Any] = {
     "Catalog": Catalog,
     "doctor": examine,
     "trace": histories,
-    "spi.join": lambda root: spi.join(root, rank=0, world_size=1),
+    "spi.Run": lambda root: spi.Run(root, rank=0, world_size=1),
     "spi.load_rank": lambda root: spi.load_rank(root, 1, 0),
+    "spi.load_save": lambda root: spi.load_save(root, SaveId(1), 0),
     "spi.BoxReader": spi.BoxReader,
     "spi.has_saves": spi.has_saves,
     "dcp.Writer": Writer,

@@ -7,6 +7,7 @@ import gc
 import logging
 import os
 import signal
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -174,6 +175,59 @@ def test_saving_the_wrong_object_is_noticed_once(tmp_path: Path, caplog: pytest.
         checkpointer.wait()
         assert checkpointer.stats().unchanged == 3
     assert caplog.text.count("exactly the same bytes") == 1
+
+
+def test_an_empty_state_dict_of_an_optimizer_that_is_saved_for_ever_is_noticed_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Made once, before the loop: AdamW has no state yet, and the dict never gets any."""
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    state = {"model": model, "optimizer": optimizer.state_dict()}
+    with Checkpointer(tmp_path) as checkpointer:
+        for step in range(4):
+            train_step(model, optimizer)
+            checkpointer.save(step, state)
+            assert caplog.text.count("Put the optimizer itself into the state") == (step > 0)
+    assert stillframe.load(tmp_path)["optimizer"]["state"] == {}
+
+
+@pytest.mark.parametrize("why", ["itself", "made anew", "no update in between", "made after an update"])
+def test_states_of_optimizers_that_are_as_they_should_be_give_no_such_warning(
+    why: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)  # it has no state, before updates and after
+    if why == "made after an update":
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+        train_step(model, optimizer)
+    once = optimizer.state_dict()
+    with Checkpointer(tmp_path) as checkpointer:
+        for step in range(3):
+            if why != "no update in between":
+                train_step(model, optimizer)
+            given = {"itself": optimizer, "made anew": optimizer.state_dict()}.get(why, once)
+            checkpointer.save(step, {"model": model, "optimizer": given})
+            checkpointer.wait()
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
+
+
+def test_what_only_looks_like_a_state_dict_of_an_optimizer_is_saved(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, {"state": torch.arange(3), "param_groups": None}).wait()
+    assert stillframe.load(tmp_path)["state"].tolist() == [0, 1, 2]
+
+
+def test_no_tensor_of_an_empty_state_dict_is_kept_after_the_save(tmp_path: Path) -> None:
+    """An optimizer of one's own may have more in its groups than numbers."""
+    scales = torch.ones(MIB)
+    optimizer = torch.optim.AdamW([{"params": make_model().parameters(), "scales": scales}])
+    kept = weakref.ref(scales)
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, {"optimizer": optimizer.state_dict()}).wait()
+        del optimizer, scales
+        gc.collect()
+        assert kept() is None
 
 
 @pytest.mark.parametrize("why", ["no update in between", "frozen", "an update that changes nothing"])

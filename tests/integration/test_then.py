@@ -70,20 +70,27 @@ def test_what_a_function_raises_costs_nothing(tmp_path: Path, caplog: pytest.Log
 
 
 def test_it_is_not_called_for_a_save_that_fails(tmp_path: Path) -> None:
+    """But what waits for its end, whichever it is, is."""
     called: list[int] = []
+    over: list[tuple[int, str]] = []
     with Checkpointer(tmp_path, on_error="warn") as checkpointer:
-        checkpointer.save(1, {"n": 1}).wait()
+        first = checkpointer.save(1, {"n": 1})
+        spi.when_over(first, lambda save: over.append((save.step, save.phase)))
+        first.wait()
         pid = spi.keeper_pid(checkpointer)
         assert pid is not None
         pause(pid)
         save = checkpointer.save(2, {"n": 2})
         save.then(lambda save: called.append(save.step))
+        spi.when_over(save, lambda save: over.append((save.step, save.phase)))
         save.wait("staged")
         kill(pid)
         until(lambda: save.error is not None, "the save failed")
+        spi.when_over(save, lambda save: over.append((-save.step, save.phase)))  # it is over already
         with pytest.raises(UnsupportedStateError):
             checkpointer.save(3, {"f": object()})
     assert called == []
+    assert over == [(1, "committed"), (2, "failed"), (-2, "failed")]
 
 
 def test_a_thread_that_cannot_be_had_at_once_is_asked_for_again(

@@ -503,6 +503,48 @@ def test_after_going_back_a_step_that_comes_again_is_another_one(tmp_path: Path)
     assert bool((live["weights"] == 103.0).all())
 
 
+def test_what_was_asked_for_before_going_back_is_not_carried_again(tmp_path: Path) -> None:
+    """An exception has had step 2 carried.  Caught, training goes back, and comes by that number once more."""
+    tier = Tier(tmp_path / "tier", every=1000)
+    with Checkpointer(tmp_path / "root", tiers=[tier]) as checkpointer:
+        save(checkpointer, 1)
+        checkpointer._keeper.carry(2)
+        save(checkpointer, 2).wait(tier=tier)
+        checkpointer.restore(state(-1), step=1)
+        again = save(checkpointer, 2)
+        checkpointer.wait(tier=tier)
+        assert again.tiers == {str(tmp_path / "tier"): "not carried"}
+        checkpointer._keeper.carry(2)  # it is asked for in its turn
+        again.wait(tier=tier)
+    assert [each.epoch for each in Catalog(tmp_path / "tier").look().saves if each.step == 2] == [1, 2]
+
+
+def test_what_was_gone_back_from_is_not_carried_instead_of_the_step_that_is_asked_for(tmp_path: Path) -> None:
+    tier = Tier(tmp_path / "tier", every=1000)
+    with Checkpointer(tmp_path / "root", tiers=[tier]) as checkpointer:
+        save(checkpointer, 1)
+        save(checkpointer, 2)
+        checkpointer.restore(state(-1), step=1)
+        checkpointer._keeper.carry(2)
+        until(lambda: checkpointer._keeper.tiers._news[0].asked == 2, "the keeper has heard")  # type: ignore[union-attr]
+        assert checkpointer.stats().tiers[0].waiting_step is None
+        save(checkpointer, 2).wait(tier=tier)
+    assert [(each.step, each.epoch) for each in Catalog(tmp_path / "tier").look().saves] == [(2, 2)]
+
+
+def test_what_is_restored_and_asked_for_is_carried(tmp_path: Path) -> None:
+    """The signal comes at once: the step is there, and of the start before."""
+    tier = Tier(tmp_path / "tier", every=1000)
+    with Checkpointer(tmp_path / "root") as checkpointer:
+        save(checkpointer, 2)
+    with Checkpointer(tmp_path / "root", tiers=[tier]) as checkpointer:
+        checkpointer.restore(state(-1))
+        checkpointer.wait(tier=tier)
+        checkpointer._keeper.carry(2)
+        until(lambda: checkpointer.stats().tiers[0].committed_step == 2, "it is carried")
+    check(tmp_path / "tier", 2)
+
+
 def test_a_branch_of_which_nothing_is_left_is_no_fresh_start(tmp_path: Path) -> None:
     """The run went back, and the tier was told, but has nothing of it; then the root was lost."""
     tier = Tier(tmp_path / "tier", every=10)
@@ -515,7 +557,7 @@ def test_a_branch_of_which_nothing_is_left_is_no_fresh_start(tmp_path: Path) -> 
     introduce(Catalog(tmp_path / "root"), Catalog(tmp_path / "tier"), max(Catalog(tmp_path / "root").epochs()))
     shutil.rmtree(tmp_path / "root")
     live = state(-1)
-    with pytest.raises(stillframe.IntegrityError, match=r"holds step 10 of epoch 1, off the branch"):
+    with pytest.raises(stillframe.IntegrityError, match=r"holds step 10 of start 1, off the branch"):
         stillframe.restore(tmp_path / "root", live, tiers=[tier])
     assert stillframe.restore(tmp_path / "root", live, 10, tiers=[tier]).step == 10
     assert live["step"] == 10

@@ -8,6 +8,8 @@ from __future__ import annotations
 import os
 import sys
 import time
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,16 +27,22 @@ def main(root: str, mode: str) -> None:
         dist.init_process_group("gloo")
     weights = torch.nn.Parameter(torch.zeros(ITEMS["large" if mode == "busy" else "small"]))
     # Only where updates are counted: it loads torch's compiler, which takes seconds.
-    optimizer = torch.optim.SGD([weights], lr=1.0) if mode in ("forward", "update") else None
+    optimizer = torch.optim.SGD([weights], lr=1.0) if mode in ("forward", "update", "tiers-forward") else None
     state: dict[str, Any] = {"weights": weights, "step": -1}
-    with stillframe.Checkpointer(root, arena="32MiB", keep=stillframe.KeepLast(3)) as checkpointer:
+    options: dict[str, Any] = {}
+    if mode.startswith("tiers"):
+        far = stillframe.Tier(Path(root, "far"), every=10**6, keep=stillframe.KeepEvery(10**6))
+        options["tiers"] = [far, stillframe.Tier(Path(root, "timed"), every=timedelta(days=1))]
+        options["shared"] = mode != "tiers-local"
+        root = str(Path(root, "root" if options["shared"] else f"node{RANK}"))
+    with stillframe.Checkpointer(root, arena="32MiB", keep=stillframe.KeepLast(3), **options) as checkpointer:
         start = checkpointer.restore(state).next_step
         with stillframe.on_preemption(checkpointer, state, on_exception=True) as preemption:
             for step in range(start, STEPS):
                 weights.grad = torch.full_like(weights, -1.0)
                 if WORLD > 1:
                     dist.all_reduce(weights.grad)
-                if mode == "forward" and step == start + 5:
+                if mode in ("forward", "tiers-forward") and step == start + 5:
                     raise ArithmeticError("on purpose, before the update")
                 if optimizer is None:
                     checkpointer.fence()
@@ -44,7 +52,7 @@ def main(root: str, mode: str) -> None:
                 if mode == "update" and step == start + 5:
                     raise ArithmeticError("on purpose, after the update")
                 state["step"] = step
-                if mode == "busy":
+                if mode in ("busy", "tiers-saved", "tiers-forward"):
                     checkpointer.save(step, state)
                 saying.say(f"[{RANK}] step {step}")
                 time.sleep(0.02)

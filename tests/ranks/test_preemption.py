@@ -46,6 +46,33 @@ def test_a_signal_to_one_rank_ends_all_with_a_checkpoint(tmp_path: Path, ranks: 
     assert signal.Signals(number).name in output
 
 
+@pytest.mark.parametrize("mode", ["tiers", "tiers-saved", "tiers-local"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_every_tier_gets_the_last_checkpoint_due_there_or_not(tmp_path: Path, ranks: int, mode: str) -> None:
+    """The machine may not come back: one tier takes every millionth step, the other one a day."""
+    with Ranks(ranks, "preemption_worker.py", tmp_path, mode) as running:
+        until(lambda: len(steps_said(running.output)) > 3, "training", 60)
+        running.workers[-1].send_signal(signal.SIGTERM)
+        codes = [each.wait(60) for each in running.workers]
+        output = running.output
+    assert codes == [128 + signal.SIGTERM] * ranks, output[-3000:]
+    last = steps_said(output)[-1]
+    for tier in ("far", "timed"):
+        check_newest(tmp_path / tier, ranks, last)
+    root = tmp_path / ("node0" if mode == "tiers-local" else "root")
+    places = rf"{root}, {tmp_path / 'far'}, {tmp_path / 'timed'}"
+    assert re.search(rf"exited after .* s: step {last} is committed in {places}$", output, re.MULTILINE), output
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_every_tier_gets_the_checkpoint_of_an_exception(tmp_path: Path, ranks: int) -> None:
+    with Ranks(ranks, "preemption_worker.py", tmp_path, "tiers-forward") as running:
+        codes = [each.wait(60) for each in running.workers]
+        assert codes == [1] * ranks, running.output
+    for tier in ("far", "timed"):
+        check_newest(tmp_path / tier, ranks, 4)
+
+
 def test_torchrun_that_is_told_to_end_leaves_a_checkpoint(tmp_path: Path) -> None:
     with Launch(2, "preemption_worker.py", tmp_path, "plain") as running:
         until(lambda: len(steps_said(running.output)) > 3, "training", 60)

@@ -240,6 +240,23 @@ def _every_stage(root: Path, ways: Sequence[Way], others: Mapping[Way, Way]) -> 
         expect(place, good | (found & doubtful))
 
 
+def other_coordinator(root: Path) -> None:
+    """Any rank may be DCP's coordinator, and another for the next save, also after one that has failed."""
+    began = time.monotonic()
+    for n, coordinator in enumerate((1, 1, 0, 1)):
+        dcp.save_state_dict(state(n), storage_writer=Writer(root), coordinator_rank=coordinator)
+        for stage in ("prepare_global_plan", "write_data"):
+            writer = Breaks(root, stage, coordinator, is_done=False)
+            broken = state(9)
+            refused(
+                lambda: dcp.save_state_dict(broken, storage_writer=writer, coordinator_rank=coordinator),  # noqa: B023
+                "on purpose",
+                f"(RANK {coordinator})",
+            )
+    expect(root, {0, 1, 2, 3})
+    assert time.monotonic() - began < 2 * AT_ONCE_S
+
+
 def cached(root: Path) -> None:
     """Plans from DCP's cache hold what an earlier save put into them."""
 

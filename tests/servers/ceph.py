@@ -72,7 +72,7 @@ class Ceph:
 
     def __init__(self, home: Path, disk_gib: int = 4, is_prompt: bool = True) -> None:
         self._home, self._disk_gib, self._is_prompt = home, disk_gib, is_prompt
-        self._monitor, self._gateway = _free_ports(2)
+        self._monitor, self._gateway = free_ports(2)
         self._config = str(home / "ceph.conf")
         self._rgw: subprocess.Popen[bytes] | None = None
 
@@ -225,7 +225,7 @@ class Ceph:
             assert left, f"{' '.join(command)}: {done.stdout}{done.stderr}"
 
 
-def _free_ports(count: int) -> list[int]:
+def free_ports(count: int) -> list[int]:
     """Different ones: all are held until the last is found."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]

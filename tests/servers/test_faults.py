@@ -102,6 +102,7 @@ FAULTS: dict[str, tuple[Fault, str]] = {
     "clocks apart": (Fault(shift_s=3600.0), r"RequestTimeTooSkewed\); the clocks of this machine and of the server"),
 }
 DENIED = r"AccessDenied\); look at the credentials.* allowed to read, write, list and delete"
+REVOKED = r"403 Forbidden \(UserSuspended\); look at the credentials"
 NO_ROOM = r"QuotaExceeded\); there is no room, or a quota is reached: make room there"
 
 
@@ -134,6 +135,8 @@ class Run:
             return self.server.full(PLACE), NO_ROOM
         if name == "killed":
             return self.server.down(), "does not answer"
+        if name == "revoked":
+            return self.server.suspended(), REVOKED
         fault, about = FAULTS[name]
         return self.proxy.doing(fault), about
 
@@ -149,7 +152,7 @@ def run(server: Ceph) -> Iterator[Run]:
         found.proxy.stop()
 
 
-@pytest.mark.parametrize("name", [*FAULTS, "read-only", "full", "killed"])
+@pytest.mark.parametrize("name", [*FAULTS, "read-only", "full", "killed", "revoked"])
 def test_as_the_root_it_fails_a_save_that_says_why_and_the_next_works(
     run: Run, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -92,7 +92,7 @@ def test_a_seal_that_somebody_has_put_there_from_another_save_is_refused(tmp_pat
     commit = coordinator(tmp_path, 2)
     other = sealed(tmp_path, 1, 2, attempt=2).identify()
     shutil.copy(Path(Catalog(tmp_path).dir(other)) / names.seal(1), Path(Catalog(tmp_path).dir(SAVE)) / names.seal(1))
-    with pytest.raises(FormatError, match="is the seal of step 7 of epoch 1, attempt 2"):
+    with pytest.raises(FormatError, match="is the seal of step 7 of start 1, attempt 2"):
         commit.poll(is_orphan=False)
     assert not Catalog(tmp_path).steps()
 

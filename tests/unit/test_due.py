@@ -35,12 +35,17 @@ def test_multiples_of_steps_are_due(tmp_path: Path) -> None:
         assert [step for step in range(10) if checkpointer.due(step)] == [0, 3, 6, 9]
 
 
+def test_the_last_step_of_a_loop_is_due(tmp_path: Path) -> None:
+    with stillframe.Checkpointer(tmp_path, every=stillframe.Every(steps=4, minutes=60)) as checkpointer:
+        assert [step for step in range(7) if checkpointer.due(step, last=step == 6)] == [0, 4, 6]
+
+
 def test_minutes_count_from_the_last_that_was_due(clock: Clock) -> None:
     alone = Due(stillframe.Every(minutes=10), Group(0, 1, None, 10.0))
     found = []
     for step in range(30):
         clock.now_s += 240
-        if alone.at(step):
+        if alone.at(step, False):
             found.append(step)
     assert found == [2, 5, 8, 11, 14, 17, 20, 23, 26, 29]
 
@@ -50,7 +55,7 @@ def test_steps_and_minutes_together(clock: Clock) -> None:
     found = []
     for step in range(12):
         clock.now_s += 240
-        if alone.at(step):
+        if alone.at(step, False):
             found.append(step)
     assert found == [0, 3, 5, 8, 10]
 
@@ -64,7 +69,7 @@ def test_all_ranks_are_told_the_same_steps_by_rank_0_alone(monkeypatch: pytest.M
     def train(rank: int) -> None:
         for step in range(400):
             together.wait(20)
-            if each[rank].at(step):
+            if each[rank].at(step, False):
                 found[rank].append(step)
             threading.Event().wait(0.002)
 

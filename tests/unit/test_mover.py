@@ -9,6 +9,8 @@ import pytest
 
 from stillframe import Catalog, Checkpointer, NotFoundError
 from stillframe.checkpoint.promote import introduce
+from stillframe.format import names
+from stillframe.format.epochs import Target, encode_target
 from stillframe.keeper.carrying import CarryingNote
 from stillframe.keeper.follower import Follower
 from stillframe.link.messages import TierFailed, TierNews
@@ -75,3 +77,22 @@ def test_what_the_root_has_lost_is_never_taken_from_another_run(tmp_path: Path) 
     with pytest.raises(NotFoundError, match="root"):
         mover._carry(SaveId(1))
     assert list(tier.look().saves) == []
+
+
+def test_a_follower_does_not_take_for_skipped_what_rank_0_was_not_asked_for_yet(tmp_path: Path) -> None:
+    """Both ranks are asked for a step that is not due; rank 0's keeper had said before that it is through with it."""
+    (config,) = check_tiers([Tier(tmp_path / "tier", every=1000)], str(tmp_path / "root"))
+    root, tier = Catalog(tmp_path / "root"), Catalog(tmp_path / "tier")
+
+    def ignore(_told: object) -> None:
+        pass
+
+    mover = Follower(0, config, root, tier, 1, 2, "run", lambda: 1, ignore, ignore, ignore)
+    tier.store.put(names.TARGET, encode_target(Target("run", None, None, SaveId(28))), durable=False)
+    mover._considered = SaveId(28)
+    mover.ask_for(28)
+    assert mover.attempt()
+    assert mover.kept == {SaveId(28)}
+    mover.ask_for(29)  # an ordinary one is skipped, if rank 0's keeper says so
+    assert not mover.attempt()
+    assert mover.kept == set()

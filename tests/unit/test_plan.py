@@ -46,8 +46,9 @@ def plan_of(state: Any) -> Plan:
 def staged(plan: Plan, state: Any) -> bytes:
     """What the stager would put into the arena, chunk after chunk."""
     walk = Walk(state)
-    captured = plan.capture(walk)
-    found = Sources(walk.tensors, plan.slots)
+    survey = plan.survey(walk)
+    captured = plan.capture(walk, survey)
+    found = Sources(walk.tensors, plan.slots, survey.storages)
     data = bytearray()
     for chunk in plan.chunks:
         memory = torch.full((chunk.nbytes,), 0xEE, dtype=torch.uint8)

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from stillframe.save import signature
+from stillframe.save import survey
 from stillframe.save.device import DeviceTable
 from stillframe.save.plan import MOVED_BYTES, Plan, make_plan
+from stillframe.save.survey import BLOCK
 from stillframe.state.torch_internals import form_check
 from stillframe.state.walk import Walk
 from tests.unit.test_plan import Fresh, by_name, mixed_state, plan_of, staged
@@ -20,11 +21,11 @@ from tests.unit.test_plan import Fresh, by_name, mixed_state, plan_of, staged
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another torch may lack the function that compares all forms at once."""
     if request.param == "attribute by attribute":
-        monkeypatch.setattr(signature, "form_check", lambda tensors: lambda *others: False)
+        monkeypatch.setattr(survey, "form_check", lambda tensors: lambda *others: False)
 
 
 def fits_again(plan: Plan, state: Any) -> bool:
-    return plan.fits(Walk(state))
+    return plan.fit(Walk(state)) is not None
 
 
 def square(side: int = 8) -> torch.Tensor:
@@ -80,6 +81,20 @@ def test_torch_compares_the_forms_here_and_says_no_in_doubt() -> None:
     assert not is_same(square().t(), *tensors[1:])
     assert not is_same(square().to("meta"), *tensors[1:])
     assert not is_same(square().to_sparse(), *tensors[1:])
+
+
+@pytest.mark.parametrize("index", [0, BLOCK - 1, BLOCK, BLOCK + 9])
+def test_every_tensor_is_looked_at_whichever_block_it_is_in(index: int) -> None:
+    tensors = [square() for _ in range(BLOCK + 10)]
+    plan = plan_of(tensors)
+    tensors[index].add_(1)
+    survey = plan.fit(Walk(tensors))
+    assert survey is not None
+    assert survey.addresses == [each.data_ptr() for each in tensors]
+    assert survey.versions == [each._version for each in tensors]
+    assert survey.versions[index] == 1
+    tensors[index].t_()  # where it was
+    assert not fits_again(plan, tensors)
 
 
 class Changes:
@@ -259,10 +274,10 @@ def test_what_was_alone_and_is_a_view_now_is_planned_anew() -> None:
     assert not apart.moved(tied), "each would be stored by itself"
     small = plan_of({"a": torch.zeros(8), "b": torch.zeros(2)})
     whole = torch.zeros(8)
-    assert small.fits(Walk({"a": torch.zeros(8), "b": torch.zeros(2)}))
-    assert not small.fits(Walk({"a": whole, "b": whole[3:5]}))
-    assert not small.fits(Walk({"a": whole, "b": whole[:2]}))
+    assert fits_again(small, {"a": torch.zeros(8), "b": torch.zeros(2)})
+    assert not fits_again(small, {"a": whole, "b": whole[3:5]})
+    assert not fits_again(small, {"a": whole, "b": whole[:2]})
     fixed = torch.zeros(1000)
     beside = plan_of({"a": fixed, "b": torch.zeros(2)})
-    assert beside.fits(Walk({"a": fixed, "b": torch.zeros(2)}))
-    assert not beside.fits(Walk({"a": fixed, "b": fixed[5:7]}))
+    assert fits_again(beside, {"a": fixed, "b": torch.zeros(2)})
+    assert not fits_again(beside, {"a": fixed, "b": fixed[5:7]})

@@ -43,7 +43,9 @@ forms = st.lists(
 
 
 def test_item_sizes_are_those_of_torch() -> None:
-    assert {name: dtype.itemsize for dtype, name in DTYPE_NAMES.items()} == ITEM_BYTES
+    missing = {name for name in ("F4", "F8_E8M0") if name not in DTYPE_NAMES.values()}  # in an older torch
+    known = {name: count for name, count in ITEM_BYTES.items() if name not in missing}
+    assert {name: dtype.itemsize for dtype, name in DTYPE_NAMES.items()} == known
 
 
 @given(forms)

@@ -71,6 +71,9 @@ class Follower(Mover):
             return
         if waiting is not None and (said.considered is None or waiting > said.considered or waiting == said.waiting):
             waiting = None  # not decided yet
+        elif waiting is not None and self._is_asked(waiting) and waiting != said.save:
+            # Rank 0's keeper may have decided before it was asked for it.
+            waiting = waiting if self._tier.is_committed(waiting) else None
         if not self._is_settled(waiting, said):
             return
         with self._changed:

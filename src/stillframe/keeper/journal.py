@@ -71,9 +71,9 @@ class Journal:
         if self._log is not None:
             self._log.write(event)
 
-    def updates(self, made: Sequence[tuple[float, float]]) -> None:
+    def updates(self, made: messages.Updates) -> None:
         if made:
-            found = [events.Update(at_s + self._unix_s, waited_s) for at_s, waited_s in made]
+            found = [events.Update(at_s + self._unix_s, waited_s, begins) for at_s, waited_s, begins in made]
             self.write(events.Updates(time.time(), found))
 
     def restored(self, message: messages.Restored) -> None:

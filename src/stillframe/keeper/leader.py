@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from stillframe.checkpoint.epochs import is_harmless
 from stillframe.checkpoint.notes import read_target
 from stillframe.checkpoint.promote import introduce, publish, sweep
 from stillframe.checkpoint.removal import remove_all, set_aside
@@ -61,6 +62,12 @@ class Leader(Mover):
         self._due_s = time.time()  # also if the last one comes from a clock that was ahead: it says nothing
         return True
 
+    def _is_asked(self, save: SaveId | None) -> bool:
+        """Not what was gone back from, which may have the same number."""
+        if save is None or not super()._is_asked(save):
+            return False
+        return self._agreed() in (None, save) or save.epoch >= (self._epoch() or 0)
+
     def _turn(self, epoch: int) -> bool:
         if not self._has_looked:
             self._look(epoch)
@@ -105,13 +112,14 @@ class Leader(Mover):
         steps = [newest_there, *(save.step for save in whole)]
         later = [save for save in whole if save.step > newest_there]
         is_due = super()._is_due
-        due = [save for save in later if save in (left, waiting) or is_due(_before(steps, save.step), save.step)]
+        wanted = [save for save in later if save in (left, waiting) or self._is_asked(save)]
+        due = [save for save in later if save in wanted or is_due(_before(steps, save.step), save.step)]
         newer = [save for save in due if save != left]
         due_s = self._last_due_s()
         with self._changed:  # no I/O in here: who reports a commit waits for this lock
             self._left = left if left in due else None, None  # it is carried to its end, then the newest
             if 0 <= self._due_s - due_s < self._config.every_s:  # it was judged before this was known
-                self._waiting, self._due_s = None, due_s
+                self._waiting, self._due_s = self._waiting if self._is_asked(self._waiting) else None, due_s
             if newer and not self._is_over and (self._waiting is None or self._waiting < newer[0]):
                 self._waiting = newer[0]
             if self._considered is None and whole:
@@ -195,7 +203,7 @@ class Leader(Mover):
         if own is None:
             return None
         later = sorted((each for each in self._tier.epochs() if each > own), reverse=True)
-        return later[0] if later and all(self._is_harmless(self._tier, each) for each in later) else own
+        return later[0] if later and all(is_harmless(self._tier, each, self._run_name) for each in later) else own
 
     def _wait_for(self, target: SaveId, missing: list[int]) -> None:
         """Other ranks carry still.  Give up a target whose part nobody gets on with, unless nothing else waits."""

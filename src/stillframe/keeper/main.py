@@ -44,8 +44,7 @@ from stillframe.store.protocol import Store
 _WRITERS = 4
 """Threads that hash and write: more than one so that the disk never waits for a hash."""
 _POLL_MS = 50
-_MAX_TOLD = 100
-"""Ranks named in one message."""
+_MAX_TOLD = 100  # ranks named in one message
 
 
 class Keeper:
@@ -204,7 +203,7 @@ class Keeper:
                 self._answer(message.request, self._enter)
         elif isinstance(message, messages.Resume):
             self._epoch.resume(message.parent, message.is_claimed)
-            self._promotion.wake()
+            self._promotion.carry(None)
             if message.is_durable:
                 self._answer(message.request, self._put_down)
         elif isinstance(message, messages.Start):
@@ -213,6 +212,8 @@ class Keeper:
             self._journal.restored(message)
         elif isinstance(message, messages.Complete):
             self._finisher.submit(or_die, self._promotion.complete, message.save)
+        elif isinstance(message, messages.Carry):
+            self._promotion.carry(message.step)
         else:
             self._journal.updates(message.updates)
             self._is_closing = True
@@ -323,9 +324,8 @@ class Keeper:
     def _seal(self, number: int, save: SegmentWriter) -> None:
         save.seal()
         save.state = State.SEALED
-        fingerprint = save.fingerprint
-        is_unchanged = fingerprint is not None and fingerprint == self._previous
-        self._previous = fingerprint
+        before, self._previous = self._previous, save.fingerprint
+        is_unchanged = self._previous is not None and self._previous == before
         self._tell(messages.Sealed(number, save.identify().epoch, time.monotonic(), is_unchanged))
         if self._terms.world_size == 1:
             save.commit([save.sealed])

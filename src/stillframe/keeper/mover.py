@@ -47,7 +47,7 @@ _RETRY_S, _LONGEST_RETRY_S = 1.0, 60.0
 _IDLE_S = 10.0
 """Between two looks when nothing is known to be carried."""
 _NEWS_S = 0.5
-_LOOKS, _LOOK_S = 20, 0.05
+_LOOK_S = 0.05
 _AGAIN_S = 30.0
 """Between two attempts at parts of ranks that do not get on, if this keeper cannot read them."""
 
@@ -93,6 +93,7 @@ class Mover(ABC):
         self._pace = Pace(config.bytes_per_s)
         self._changed = threading.Condition(threading.RLock())
         self._considered: SaveId | None = None
+        self._asked: int | None = None  # a step that is carried whether it is due or not
         self._waiting: SaveId | None = None
         self._target: SaveId | None = None
         self._left: tuple[SaveId | None, SaveId | None] = None, None
@@ -142,11 +143,23 @@ class Mover(ABC):
             else:
                 before = -1 if parent is None else parent.step
             self._considered = save
-            if not self._is_over and self._is_due(before, save.step):
+            if not self._is_over and (self._is_due(before, save.step) or self._is_asked(save)):
                 self._waiting = save
             self._changed.notify_all()
             self._tell()  # each one is told of: who waits for a save wants to know whether it is carried
         self.start()
+
+    def ask_for(self, step: int | None) -> None:
+        """Carry this step, due or not, once it is whole in the root; it may be by now.  ``None``: none.  No I/O."""
+        with self._changed:
+            self._asked, last = step, self._considered
+            if self._is_asked(last) and last not in (self._committed, self._target) and not self._is_over:
+                self._waiting = last
+            self._changed.notify_all()
+            self._tell()
+
+    def _is_asked(self, save: SaveId | None) -> bool:
+        return save is not None and save.step == self._asked
 
     def _is_due(self, before: int, step: int) -> bool:
         return bool(self._config.every_steps) and self._config.is_due(before, step)
@@ -232,8 +245,7 @@ class Mover(ABC):
         return self._leaving.is_time(max(self._since_s, self._moved_s), self._troubled_s if self._trouble else None)
 
     def _turn_if_known(self) -> bool:
-        epoch = self._known_epoch
-        return epoch is not None and self._turn(epoch)
+        return (epoch := self._known_epoch) is not None and self._turn(epoch)
 
     @property
     def _known_epoch(self) -> int | None:
@@ -327,20 +339,9 @@ class Mover(ABC):
 
     def _check_newest(self, catalog: Catalog, epoch: int) -> None:
         """Raises :class:`TakenOver` if another run has begun there."""
-        if not epochs.is_newest(catalog, epoch) and not all(
-            self._is_harmless(catalog, each) for each in catalog.epochs() if each > epoch
-        ):
+        later = [] if epochs.is_newest(catalog, epoch) else [each for each in catalog.epochs() if each > epoch]
+        if not all(epochs.is_harmless(catalog, each, self._run_name) for each in later):
             raise TakenOver(str(superseded(catalog, epoch)))
-
-    def _is_harmless(self, catalog: Catalog, epoch: int) -> bool:
-        """A later epoch of this same run, or one in which somebody has removed saves by hand."""
-        claim = epochs.read_claim(catalog.store, epoch)
-        for _ in range(_LOOKS):  # its directory comes first
-            if claim is None:
-                time.sleep(_LOOK_S)
-                claim = epochs.read_claim(catalog.store, epoch)
-        parent = catalog.parent(epoch)
-        return (claim is not None and claim.run == self._run_name) or (parent is not None and parent.is_by_hand)
 
     def _failed(self, error: StillframeError) -> None:
         with self._changed:
@@ -387,7 +388,7 @@ class Mover(ABC):
         self._tell_trainer(
             TierNews(
                 self._number, self._committed, self._considered, self._target, self._next, self._carried_bytes,
-                self._total_bytes, self._failures, self._trouble, self._is_over, self._moves,
+                self._total_bytes, self._failures, self._trouble, self._is_over, self._moves, self._asked,
                 self._has_looked,
             )
         )  # fmt: skip

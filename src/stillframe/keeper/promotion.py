@@ -102,6 +102,11 @@ class Promotion:
         self.committed(save)
         self.note()
 
+    def carry(self, step: int | None) -> None:
+        """Every tier gets this step, due there or not; ``None``: training goes on from somewhere else.  No I/O."""
+        for mover in self._movers:
+            mover.ask_for(step)
+
     def wake(self) -> None:
         """An epoch has begun."""
         for mover in self._movers:

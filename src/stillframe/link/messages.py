@@ -2,7 +2,8 @@
 
 Trainer → keeper: ``Attach`` once (with the arena); per save ``Begin`` (with the draft of the seal in a
 memfd), ``Chunk`` …, then ``Staged`` or ``Abandon``; ``Enter`` before a restore, ``Resume`` and ``Restored`` after it;
-``Start`` where tickets are issued; ``Complete`` where roots are not shared; ``Close`` at the end.
+``Start`` where tickets are issued; ``Complete`` where roots are not shared; ``Carry`` of a last step; ``Close`` at
+the end.
 Keeper → trainer: ``Ready`` once; ``Done`` in answer to a request; per save ``Flushed`` …, ``Sealed``,
 ``AwaitingRanks`` …, and ``Committed`` or ``Failed``; ``Alive`` every few seconds while there is work;
 ``TierNews`` when something is carried, ``TierFailed`` when it cannot be.
@@ -30,8 +31,8 @@ _MAX_PACKET = 64 * 1024
 _In = TypeVar("_In")
 _Out = TypeVar("_Out")
 
-Updates = tuple[tuple[float, float], ...]
-"""Optimizer updates: when each was about to begin (monotonic clock), and how long the fence held it back."""
+Updates = tuple[tuple[float, float, bool], ...]
+"""When each was about to begin (monotonic clock), how long the fence held it back, whether an iteration begins."""
 
 
 class Telemetry(msgspec.Struct, frozen=True, array_like=True):
@@ -168,6 +169,12 @@ class Complete(_Message, frozen=True):
     save: SaveId
 
 
+class Carry(_Message, frozen=True):
+    """Every tier gets this step when it is committed, due there or not: nothing may come after it."""
+
+    step: int
+
+
 class Close(_Message, frozen=True):
     """No more saves: finish and go."""
 
@@ -248,6 +255,8 @@ class TierNews(_Message, frozen=True):
     is_over: bool
     moves: int = 0
     """How often other ranks were seen to get on with what is carried, when this one has nothing to do."""
+    asked: int | None = None
+    """The step of the last ``Carry`` that was received."""
     is_known: bool = False
     """Whether what earlier keepers have left to be carried is known by now."""
 
@@ -272,7 +281,7 @@ class Refused(_Message, frozen=True):
     message: str
 
 
-FromTrainer = Union[Attach, Begin, Chunk, Staged, Abandon, Enter, Resume, Start, Restored, Complete, Close]  # noqa: UP007
+FromTrainer = Union[Attach, Begin, Chunk, Staged, Abandon, Enter, Resume, Start, Restored, Complete, Carry, Close]  # noqa: UP007
 FromKeeper = Union[  # noqa: UP007
     Ready,
     Done,

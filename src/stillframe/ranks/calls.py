@@ -11,10 +11,13 @@ from __future__ import annotations
 import atexit
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 _EXIT_S = 2.0
+_AT_ONCE = 512
+"""Keys in one request.  The server of a TCPStore parses a request anew with each piece of it that arrives: to get
+16,384 keys took 0.6 s in one request, and 0.06 s in requests of 512."""
 
 
 class InterpreterEnds(BaseException):
@@ -38,6 +41,15 @@ class GuardedStore:
                 _calls.end(token)
 
         return call
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        get = self.__getattr__("multi_get")
+        return [each for at in range(0, len(keys), _AT_ONCE) for each in get(keys[at : at + _AT_ONCE])]
+
+    def multi_set(self, keys: Sequence[str], values: Sequence[str]) -> None:
+        put = self.__getattr__("multi_set")
+        for at in range(0, len(keys), _AT_ONCE):
+            put(keys[at : at + _AT_ONCE], values[at : at + _AT_ONCE])
 
 
 class _Calls:

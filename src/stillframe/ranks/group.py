@@ -157,6 +157,11 @@ class Group:
             and (dist.get_rank(), dist.get_world_size()) == (self.rank, self.world_size)
         )
 
+    @property
+    def can_tell(self) -> bool:
+        """Whether the ranks have met, so that what is said now is of this life of the job."""
+        return bool(self._name)
+
     def decide(
         self,
         about: str,

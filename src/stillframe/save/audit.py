@@ -18,6 +18,7 @@ from stillframe.format.digest import digest
 from stillframe.model import CHUNK_BYTES
 from stillframe.save.places import Sources
 from stillframe.save.plan import Plan
+from stillframe.save.versions import ADVICE
 from stillframe.store.blob import aligned_buffer
 
 
@@ -67,9 +68,8 @@ class Audit:
         for source, (before, after) in enumerate(zip(self._at_save[chunk], now, strict=True)):
             if before != after:
                 raise TornError(
-                    f"step {self._step}: {self._name(chunk, source)!r} changed between save() and the fence; "
-                    "the copy may be torn. Change the state only in optimizer.step(), or after a call of "
-                    "checkpointer.fence()"
+                    f"step {self._step} is not saved: {self._name(chunk, source)!r} changed between save() and the "
+                    f"fence, so that the copy may mix two steps. {ADVICE}"
                 )
 
     def _sources(self, chunk: int) -> list[tuple[int, int]]:

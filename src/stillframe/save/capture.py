@@ -16,6 +16,7 @@ from stillframe.ranks.group import Group
 from stillframe.save.device import Device, DeviceTable, Gathered
 from stillframe.save.places import Sources
 from stillframe.save.plan import Plan, make_plan
+from stillframe.save.survey import Survey
 from stillframe.save.versions import Versions
 from stillframe.state.spread import Seat
 from stillframe.state.walk import Walk
@@ -54,14 +55,15 @@ class Request:
     plan: Plan
     draft: SealDraft
     walk: Walk
+    survey: Survey
 
     def capture(self, since: Versions | None = None) -> Captured:
         """``since``: versions from when the state had to stand still, if that was before now."""
-        versions = self.plan.versions(self.walk)  # first: another thread may train meanwhile
+        versions = self.plan.versions(self.walk, self.survey)
         if since is not None:
             versions.add(since)
-        sources = Sources(self.walk.tensors, self.plan.slots)
-        memory = self.plan.capture(self.walk)
+        sources = Sources(self.walk.tensors, self.plan.slots, self.survey.storages)
+        memory = self.plan.capture(self.walk, self.survey)
         marks = [(device, device.mark()) for device in self.plan.devices]
         return Captured(self.plan, self.draft, memory, marks, versions, sources, self.walk)
 
@@ -81,9 +83,11 @@ class Planner:
         """Raises :class:`UnsupportedStateError`, naming what cannot be stored."""
         walk = Walk(state)
         plan = self._plan
-        if plan is None or not plan.fits(walk):
+        survey = None if plan is None else plan.fit(walk)
+        if plan is None or survey is None:
             moved = frozenset[int]() if plan is None else plan.moved(walk)
             plan = self._plan = make_plan(walk, self._devices, self._seat, moved, self.hidden)
+            survey = plan.survey(walk)
         draft = SealDraft(
             rank=self._group.rank,
             world_size=self._group.world_size,
@@ -94,9 +98,11 @@ class Planner:
             teams=plan.teams,
             metadata=metadata,
             updates=updates,
+            layouts=plan.layouts,
+            structure=plan.structure,
         )
         check_draft(draft)
-        return Request(plan, draft, walk)
+        return Request(plan, draft, walk, survey)
 
     def forget(self) -> None:
         """Let go of the plan, which keeps tensors in host memory alive."""

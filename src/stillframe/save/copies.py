@@ -171,12 +171,12 @@ class Capture:
             self._anew.append((position, target.loose, target.box))
         self._rows.append(_NOTHING)
 
-    def rows(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The bytes of every source, given the tensors of a walk that the plan fits."""
+    def rows(self, tensors: Sequence[torch.Tensor], addresses: Sequence[int]) -> list[torch.Tensor]:
+        """The bytes of every source, given the tensors of a walk that the plan fits, and where they are."""
         rows = list(self._rows)
         live = [tensors[index] for index in self._indexes]
         is_same = all(map(operator.is_, live, self._tensors))
-        if not is_same or list(map(torch.Tensor.data_ptr, live)) != self._addresses:
+        if not is_same or [addresses[index] for index in self._indexes] != self._addresses:
             for position, tensor in zip(self._positions, live, strict=True):
                 rows[position] = as_row(tensor)
         for position, index, box in self._anew:

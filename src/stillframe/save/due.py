@@ -25,11 +25,11 @@ class Due:
         self._since_s = time.monotonic()
         self._meeting = Meeting(group, "time") if every is not None and every.minutes is not None else None
 
-    def at(self, step: int) -> bool:
+    def at(self, step: int, is_last: bool) -> bool:
         """Blocks for an answer of the other ranks, now and then, if minutes count.  Raises :class:`ConfigError`."""
         if self._every is None:
             raise ConfigError("due: say when, as in Checkpointer(root, every=stillframe.Every(steps=100, minutes=30))")
-        is_due = self._is_time(step) or self._every.is_multiple(step)
+        is_due = self._is_time(step) or self._every.is_multiple(step) or is_last
         if is_due:
             self._since_s = time.monotonic()
         return is_due

@@ -54,6 +54,7 @@ class Epochs:
             self._keeper.stay_in_epoch()
             raise
         self._sequence += 1
+        self._saves.sequence = self._sequence
         self._has_entered = False
 
         def claim() -> None:

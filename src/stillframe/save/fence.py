@@ -41,26 +41,42 @@ _MAX_UPDATES = 256
 """Between two saves; they go in one packet."""
 
 
+def _nobody() -> None:
+    return None
+
+
 class OptimizerFence:
     """Calls ``fence`` before every optimizer step until removed.  Thread: any may make and remove one.
+
+    ``fence`` is told whether another iteration begins: of several optimizers that take turns, one step counts.
 
     All share one hook of torch, which goes through its hooks while they run: another thread may open a checkpointer
     while an update waits in one.
     """
 
-    def __init__(self, fence: Callable[[], None]) -> None:
+    def __init__(self, fence: Callable[[bool], None]) -> None:
         self._fence = fence
         self._made: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._leader: Callable[[], Any] = _nobody
+        """The optimizer that made most updates, weakly.  Kept: there may be one optimizer for each parameter."""
         hook.add(self)
 
     def before_step(self, optimizer: Any) -> None:
-        self._fence()
-        self._made[optimizer] = self._made.get(optimizer, 0) + 1
+        made = self._made.get(optimizer, 0) + 1
+        begins = made > self.updates
+        self._fence(begins)
+        self._made[optimizer] = made
+        if begins:
+            self._leader = weakref.ref(optimizer)
 
     @property
     def updates(self) -> int:
         """How many updates there have been: those of the optimizer that made most, as several may take turns."""
-        return max(self._made.values(), default=0)
+        leader = self._leader()
+        if leader is None and self._made:  # it is gone, or there was none
+            leader = max(list(self._made), key=lambda optimizer: self._made.get(optimizer, 0), default=None)
+            self._leader = _nobody if leader is None else weakref.ref(leader)
+        return 0 if leader is None else self._made.get(leader, 0)
 
     def has_updated(self, tensors: Iterable[torch.Tensor]) -> bool:
         """Whether one of these is, by its memory, a parameter of an optimizer that has made an update.
@@ -200,15 +216,15 @@ class UpdateLog:
     """
 
     def __init__(self) -> None:
-        self._passed: deque[tuple[float, float]] = deque(maxlen=_MAX_UPDATES)
-        self._waited: deque[tuple[float, float]] = deque(maxlen=_MAX_UPDATES)
+        self._passed: deque[tuple[float, float, bool]] = deque(maxlen=_MAX_UPDATES)
+        self._waited: deque[tuple[float, float, bool]] = deque(maxlen=_MAX_UPDATES)
 
-    def add(self, began_s: float, waited_s: float, has_waited: bool) -> None:
-        (self._waited if has_waited else self._passed).append((began_s, waited_s))
+    def add(self, began_s: float, waited_s: float, has_waited: bool, begins: bool) -> None:
+        (self._waited if has_waited else self._passed).append((began_s, waited_s, begins))
 
     def take(self) -> messages.Updates:
         """Those since this was last asked, in order."""
-        updates: list[tuple[float, float]] = []
+        updates: list[tuple[float, float, bool]] = []
         for each in (self._waited, self._passed):
             with contextlib.suppress(IndexError):  # the training thread may add meanwhile
                 while True:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from stillframe.errors import ConfigError
+from stillframe.state.torch_internals import built_for
 
 logger = logging.getLogger("stillframe")
 
@@ -21,7 +22,7 @@ logger = logging.getLogger("stillframe")
 @functools.cache
 def _module() -> Any:
     """Of the accelerator that torch was built for, if it captures graphs; starts no device."""
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = built_for()
     module = None if accelerator is None else torch.get_device_module(accelerator)
     return module if hasattr(module, "is_current_stream_capturing") else None
 

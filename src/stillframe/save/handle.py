@@ -20,13 +20,15 @@ class Save:
         self, saves: Saves, number: int, step: int, attempt: int, total_bytes: int, requested_s: float
     ) -> None:
         self.step = step
+        """As given to ``save()``."""
         self.attempt = attempt
         """1, unless earlier saves of the step have failed."""
         self.number = number
         self._is_suspect = False
         """Its bytes should differ from those of the save before."""
+        self._sequence = 0
         self.epoch: int | None = None
-        """Known once it is sealed."""
+        """Which start of the run has saved it; known once it is sealed."""
         self._saves = saves
         self._total_bytes = total_bytes
         self._staged_bytes = 0
@@ -35,12 +37,14 @@ class Save:
         self._error: StillframeError | None = None
         self._times = Times(requested_s)
         self._awaited: tuple[int, ...] = ()
-        self.job: Any = None
-        """The stager's: what is to be copied, and how far it is."""
+        self.job: Any = None  # the stager's: what is to be copied, and how far it is
         self._then: list[Callable[[Save], object]] = []
+        self._over: list[Callable[[Save], object]] = []
+        """Called also if it fails."""
 
     @property
     def phase(self) -> Phase:
+        """How far it is; ``"failed"`` and ``"skipped"`` end it early."""
         return self._phase
 
     @property
@@ -50,10 +54,12 @@ class Save:
 
     @property
     def progress(self) -> Progress:
+        """How many of its bytes are copied, and written."""
         return Progress(self._total_bytes, self._staged_bytes, self._flushed_bytes)
 
     @property
     def times(self) -> Times:
+        """When it reached which phase."""
         return self._times
 
     @property

@@ -35,7 +35,6 @@ logger = logging.getLogger("stillframe")
 TIDY_S = 30.0
 """So long :meth:`KeeperClient.close` waits for a keeper that has nothing of ours to write any more."""
 _NEXT_S, _YOUNG_S = 2.0, 1.0  # so long a keeper that cannot be talked to may take to end; so soon none is replaced
-_NO_SAVE = -1
 _Question: TypeAlias = "messages.Enter | messages.Resume | messages.Start"  # each can be asked again
 
 
@@ -120,6 +119,8 @@ class KeeperClient:
                 keeper.send(self._entered)
             if self._resumed is not None:
                 keeper.send(self._resumed)
+            if self.tiers.asked is not None:
+                keeper.send(messages.Carry(self.tiers.asked))
             for save in self._lost:
                 if save.error is not None:
                     keeper.send(messages.Abandon(save.number, save.step, save.attempt, *errors.to_record(save.error)))
@@ -128,7 +129,7 @@ class KeeperClient:
     def report_unsaved(self, step: int, attempt: int, error: StillframeError, is_begun: bool = False) -> None:
         """Tell the other ranks that this one does not save a step that they may be saving, nor commits it if sealed."""
         sealed = (each.number for each in self._saves.in_flight if (each.step, each.phase) == (step, "sealed"))
-        number = next(sealed, None) if is_begun else _NO_SAVE
+        number = next(sealed, None) if is_begun else -1  # of no save
         if self._others is not None and not is_begun:
             self._others.failed(step, attempt, str(error))
         elif self._others is None and self._config.world_size > 1 and number is not None:
@@ -159,7 +160,7 @@ class KeeperClient:
         """Another epoch begins, and is claimed with its first save."""
         with self._lock:
             self._entered = messages.Enter(sequence, number)
-            self._resumed = self._unclaimed = None
+            self._resumed = self._unclaimed = self.tiers.asked = None
             if self._others is not None:
                 self._others.enter(number or 0)
         self._mention(self._entered)
@@ -198,10 +199,15 @@ class KeeperClient:
             self._ask(messages.Start())
             self._started = sequence
 
+    def carry(self, step: int) -> None:
+        """Every tier gets this step of the present epoch, due there or not.  May be told before it is saved."""
+        with self._lock:  # a keeper that is being started is told, too
+            self.tiers.asked = step
+            self._mention(messages.Carry(step))
+
     def _mention(self, message: FromTrainer) -> None:
         """Tell the keeper, if there is one: what the next one must know, it is told when it starts."""
-        current = self._current
-        if current is not None:
+        if (current := self._current) is not None:
             with contextlib.suppress(KeeperError):
                 current.send(message)
 
@@ -261,8 +267,7 @@ class KeeperClient:
         """
         with self._lock:
             self.is_closed = True
-            current = self._current
-            if current is None:
+            if (current := self._current) is None:
                 return
             current.expect_exit()
         with contextlib.suppress(KeeperError):  # gone already; joining tells
@@ -274,8 +279,7 @@ class KeeperClient:
 
     def look_now(self) -> None:
         """Somebody waits: news is taken at once from here on."""
-        current = self._current
-        if current is not None:
+        if (current := self._current) is not None:
             current.look_now()
 
     def look_after(self) -> None:
@@ -288,8 +292,7 @@ class KeeperClient:
 
     def hang_up(self) -> None:
         """Take no more from the keeper and send it nothing more; it finishes what it has."""
-        current = self._current
-        if current is not None:
+        if (current := self._current) is not None:
             current.hang_up()
 
     # --- on the receiving thread -----------------------------------------------------------
@@ -302,8 +305,7 @@ class KeeperClient:
         elif isinstance(message, messages.Sealed):
             self._sealed(message)
         elif isinstance(message, messages.AwaitingRanks):
-            step = self._saves.awaiting_ranks(message.save, message.ranks)
-            if step is not None:
+            if (step := self._saves.awaiting_ranks(message.save, message.ranks)) is not None:
                 say(
                     logger.warning, "step %d is sealed here and waits for %s (up to %g s)",
                     step, format_ranks(message.ranks), self._config.deadline_s,
@@ -311,15 +313,13 @@ class KeeperClient:
         elif isinstance(message, messages.Committed):
             self._saves.committed(message.save, message.at_s)
         elif isinstance(message, messages.Failed):
-            error = errors.from_record(message.kind, message.message)
-            self._saves.tell_failed(self._saves.fail(message.save, error))
+            self._saves.tell_failed(self._saves.fail(message.save, errors.from_record(message.kind, message.message)))
         elif isinstance(message, messages.Claimed):
             with self._lock:
                 if message.sequence == self._entered.sequence:
                     self._entered = messages.Enter(message.sequence, message.epoch)
         elif isinstance(message, messages.Done):
-            answer = self._answers.pop(message.request, None)
-            if answer is not None:
+            if (answer := self._answers.pop(message.request, None)) is not None:
                 answer.give(message)
         elif isinstance(message, messages.TierNews):
             self.tiers.hear(message)

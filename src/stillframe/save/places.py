@@ -70,11 +70,13 @@ class Place:
 class Sources:
     """Of one save: the tensors of the walk, by their indexes, and the storages that they had at ``save()``."""
 
-    def __init__(self, tensors: Sequence[torch.Tensor], slots: Mapping[int, int]) -> None:
-        """``slots``: the indexes of those that lie in accelerators' memory, each with its rank among them."""
+    def __init__(
+        self, tensors: Sequence[torch.Tensor], slots: Mapping[int, int], storages: list[torch.UntypedStorage]
+    ) -> None:
+        """``slots``: the indexes of those that lie in accelerators' memory, each with its rank in ``storages``."""
         self._tensors = list(tensors) if slots else []
         self._slots = slots
-        self._storages = list(map(torch.Tensor.untyped_storage, map(self._tensors.__getitem__, slots)))
+        self._storages = storages
         self._last: tuple[int, torch.Tensor] | None = None
 
     def clear(self) -> None:

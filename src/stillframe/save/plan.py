@@ -21,13 +21,15 @@ from dataclasses import dataclass, field, replace
 import msgspec
 
 from stillframe.format.digest import digest_of
+from stillframe.format.layout import Layout, writers_of
 from stillframe.format.records import Team, encode_shards, encode_tree
 from stillframe.format.segment import BoxOf, Shard, encode_header, hide
-from stillframe.format.tree import RankBox, ShardedNode, TensorNode
+from stillframe.format.tree import RankBox, ShardedNode, TensorNode, structure_of
 from stillframe.save.copies import Capture, Chunk, Target, captures_of, chunks_of
 from stillframe.save.device import Device, DeviceTable, Gathered
 from stillframe.save.places import is_kept
 from stillframe.save.signature import Signature
+from stillframe.save.survey import Survey
 from stillframe.save.versions import Versions
 from stillframe.state.boxes import Box
 from stillframe.state.division import HeldBox, assign
@@ -37,6 +39,7 @@ from stillframe.state.forward import buffers_of, changes_in_forward
 from stillframe.state.memory import Extent, extents_of, is_plain, storage_of, storages_of
 from stillframe.state.outline import Outline
 from stillframe.state.spread import ALONE, Seat, Spread, find_spreads, parts_of, teams_of
+from stillframe.state.torch_internals import versions_of
 from stillframe.state.walk import Walk
 from stillframe.units import MIB
 
@@ -57,6 +60,8 @@ class Plan:
     shards_json: msgspec.Raw
     tree_json: msgspec.Raw
     teams: list[Team]
+    layouts: list[Layout]
+    structure: str
     data_bytes: int
     chunks: list[Chunk]
     lazy: tuple[tuple[int, int], ...]
@@ -76,11 +81,15 @@ class Plan:
     _may_move: list[int] = field(repr=False)
     _moved: frozenset[int]
 
-    def fits(self, walk: Walk) -> bool:
-        """Whether the walk found the same structure in the same memory, so that this plan serves it too."""
+    def fit(self, walk: Walk) -> Survey | None:
+        """If the walk found the same structure in the same memory, so that this plan serves it too: its survey."""
         if walk.tokens != self._tokens or walk.is_volatile != self._is_volatile:
-            return False
-        return self._signature.fits(walk.tensors)
+            return None
+        return self._signature.fit(walk.tensors)
+
+    def survey(self, walk: Walk) -> Survey:
+        """Of the walk that this plan was made of."""
+        return self._signature.survey(walk.tensors)
 
     def moved(self, walk: Walk) -> frozenset[int]:
         """If only other tensors stand where some stood (a dict of random states, made anew for each save): which.
@@ -97,16 +106,16 @@ class Plan:
         except RuntimeError:
             return frozenset()  # one became sparse: the next plan says so
 
-    def versions(self, walk: Walk) -> Versions:
+    def versions(self, walk: Walk, survey: Survey) -> Versions:
         """Of what may not change before it is staged."""
-        tensors = list(itertools.compress(walk.tensors, self._is_watched))
-        for index in self._watched_outer:
-            tensors += walk.outer[index]  # operations on one count only there
-        return Versions(tensors, self._watched_names)
+        outer = [each for index in self._watched_outer for each in walk.outer[index]]  # operations on one count there
+        at_save = [*itertools.compress(survey.versions, self._is_watched), *versions_of(outer)]
+        return Versions([*itertools.compress(walk.tensors, self._is_watched), *outer], self._watched_names, at_save)
 
-    def capture(self, walk: Walk) -> dict[Device, Gathered]:
+    def capture(self, walk: Walk, survey: Survey) -> dict[Device, Gathered]:
         """Copy what may change before the next update, in the order of each device's compute."""
-        return {each.device: each.device.gather(each.rows(walk.tensors), each.nbytes) for each in self._captures}
+        found = walk.tensors, survey.addresses
+        return {each.device: each.device.gather(each.rows(*found), each.nbytes) for each in self._captures}
 
 
 @contextmanager
@@ -149,8 +158,10 @@ def make_plan(
             division.leaves[index] = TensorNode(target.number, view)
     shards = _shards(order)
     captures, captured_at = captures_of(order, walk.tensors)
+    slots = _slots(order)
     header = encode_header(hide(shards, hidden) if hidden else shards, {"stillframe": "1"})
-    tree = encode_tree(outline.tree(division.leaves, parts_of(walk, outline.names)))
+    nodes = outline.tree(division.leaves, parts_of(walk, outline.names))
+    tree = encode_tree(nodes)
     return Plan(
         layout=digest_of([header, bytes(tree)]),
         shards=shards,
@@ -164,12 +175,14 @@ def make_plan(
             ),
             seat,
         ),
+        layouts=list(division.layouts),
+        structure=structure_of(nodes, outline.elsewhere),
         data_bytes=data_bytes,
         chunks=chunks_of(order, captured_at, data_bytes),
         lazy=_merged((target.start, target.start + target.nbytes) for target in order if not target.is_captured),
         captured_bytes=sum(capture.nbytes for capture in captures),
         devices=list(dict.fromkeys(target.device for target in order)),
-        slots=_slots(order),
+        slots=slots,
         _captures=captures,
         _is_watched=is_watched,
         _watched_outer=_outer_watched(walk, is_watched),
@@ -179,7 +192,7 @@ def make_plan(
         ],
         _tokens=walk.tokens,
         _is_volatile=as_walked,
-        _signature=Signature(walk.tensors, forms, division.is_loose, as_walked),
+        _signature=Signature(walk.tensors, forms, division.is_loose, as_walked, slots),
         _may_move=division.may_move,
         _moved=moved,
     )
@@ -241,6 +254,8 @@ class _Division:
         self.is_lazy = [False] * len(walk.tensors)
         self.shared: list[tuple[Target, Spread]] = []
         """The extents that other ranks hold too, or hold boxes of."""
+        self.layouts: dict[Layout, int] = {}
+        """Numbered as they come."""
 
     def divide(self, extents: Iterable[Extent]) -> None:
         for extent in extents:
@@ -264,7 +279,7 @@ class _Division:
                 for target, spread in members
                 for box in spread.boxes
             ]
-            assigned = iter(assign(boxes, ranks))
+            assigned = iter(assign(boxes, writers_of(ranks)))
             for target, spread in members:
                 self._write_boxes(target, spread, list(itertools.islice(assigned, len(spread.boxes))))
 
@@ -320,7 +335,10 @@ class _Division:
                     self.targets.append(own)
                     self._note_lazy(target)
         written = [RankBox(rank, box.offset, box.shape) for boxes in assigned for rank, box in boxes]
-        node = ShardedNode(tensor, DTYPE_NAMES[target.source.dtype], spread.shape, written)
+        layout = None
+        if spread.recorded is not None and self._seat.knows_ranks:
+            layout = self.layouts.setdefault(spread.recorded, len(self.layouts))
+        node = ShardedNode(tensor, DTYPE_NAMES[target.source.dtype], spread.shape, written, layout)
         for index, _ in target.members:
             self.leaves[index] = node
 

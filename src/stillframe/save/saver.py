@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -15,13 +16,15 @@ from stillframe.save.budget import Budget
 from stillframe.save.capture import Planner, Request
 from stillframe.save.fence import OptimizerFence, held_streams
 from stillframe.save.graphs import check_save
-from stillframe.save.job import error_of
+from stillframe.save.job import error_of, say
 from stillframe.save.keeper_client import KeeperClient
 from stillframe.save.plan import Plan
 from stillframe.save.saves import Save, Saves
 from stillframe.save.stager import Stager
 from stillframe.save.steps import Taken, TakenSteps
 from stillframe.save.versions import Versions
+
+logger = logging.getLogger("stillframe")
 
 
 class Saver:
@@ -52,6 +55,10 @@ class Saver:
         """How many there had been at the save before."""
         self._sound: Plan | None = None
         """Its state is the one that is trained, or is not meant to be."""
+        self._bare: list[dict[Any, Any]] = []
+        self._bare_updates = 0
+        """Optimizer states without content in the save before, and how many updates there had been."""
+        self._has_warned = False
 
     def save(
         self,
@@ -96,6 +103,7 @@ class Saver:
                     audit = self._stager.begin_audit(step, captured) if self._is_audited else None
                 except Exception as error:  # a device without memory, or one that is dead
                     return self._refuse(step, attempt, plan, began, error)
+            self._look_for_snapshots(request.walk.bare)
             is_suspect = self._is_suspect(request, updates)
             save = self._saves.make(step, attempt, plan.data_bytes, began)
             save._is_suspect = is_suspect
@@ -135,6 +143,23 @@ class Saver:
             return True
         self._sound = request.plan  # the same memory: it need not be looked at again
         return False
+
+    def _look_for_snapshots(self, bare: list[dict[Any, Any]]) -> None:
+        """Warn, once, of an optimizer's state dict that was made before the first update, and is saved again and again.
+
+        By the empty dict in it, which is kept until the next save: an optimizer that has no state at all gives another
+        one each time.
+        """
+        before, updates = self._bare, self._fence.updates
+        if not self._has_warned and updates > self._bare_updates and any(a is b for a in before for b in bare):
+            self._has_warned = True
+            say(
+                logger.warning,
+                "the state holds an optimizer.state_dict() that was made before the first update: it is empty, and "
+                "stays so, and a resumed run would begin with a fresh optimizer. Put the optimizer itself into the "
+                'state: {"optimizer": optimizer} (said once)',
+            )
+        self._bare, self._bare_updates = bare, updates
 
     def give_up(self, step: int, attempt: int, error: BaseException, is_begun: bool = False) -> None:
         """This rank will not save it: the other ranks are told, and need not wait.  Never blocks."""

@@ -63,6 +63,10 @@ class Saves:
         """Runs now and then while somebody waits: fails the saves whose workers have died without a word."""
         self.on_end: list[Callable[[Save], None]] = []
         """Called for each save that is committed or has failed, before anybody else learns of it; must not block."""
+        self.on_awaiting: Callable[[Save], None] = lambda _save: None
+        """Called for each save that has waited for other ranks for a while; must not block."""
+        self.sequence = 0
+        """How often training has gone on from somewhere else, the same on every rank."""
         self.callbacks = Callbacks()
         self._lock = threading.RLock()  # always in a with statement, which no signal can break up
         self._numbers = itertools.count(1)
@@ -78,7 +82,9 @@ class Saves:
 
     def make(self, step: int, attempt: int, total_bytes: int, requested_s: float) -> Save:
         """A save that is not in the book yet."""
-        return Save(self, next(self._numbers), step, attempt, total_bytes, requested_s)
+        save = Save(self, next(self._numbers), step, attempt, total_bytes, requested_s)
+        save._sequence = self.sequence
+        return save
 
     def add(self, save: Save) -> None:
         """From here on it is requested, and somebody will be told what becomes of it."""
@@ -142,7 +148,9 @@ class Saves:
                 return None
             is_first = not save._awaited
             save._awaited = ranks
-            return save.step if is_first else None
+        if is_first:
+            self.on_awaiting(save)
+        return save.step if is_first else None
 
     def committed(self, number: int, at_s: float) -> Save | None:
         with self._lock:
@@ -166,8 +174,15 @@ class Saves:
             if save.phase == "committed":
                 self._call_back(save)
 
+    def when_over(self, save: Save, function: Callable[[Save], object]) -> None:
+        with self._lock:
+            save._over.append(function)
+            if save.phase in ("committed", "failed"):
+                self._call_back(save)
+
     def _call_back(self, save: Save) -> None:
-        functions, save._then = save._then, []
+        functions = [*(save._then if save.phase == "committed" else []), *save._over]
+        save._then, save._over = [], []
         for function in functions:
             self.callbacks.put(function, save)
 
@@ -188,6 +203,7 @@ class Saves:
                 self._in_flight.pop(save.number, None)
                 self._untold.append(save)
                 self._count(failed=1)
+                self._call_back(save)
                 self.ring()
             return [save]
 
@@ -215,6 +231,11 @@ class Saves:
     @property
     def in_flight(self) -> list[Save]:
         return list(self._in_flight.values())
+
+    @property
+    def newest(self) -> Save | None:
+        """The last one that was requested and is in flight, or else the last one that was committed."""
+        return next(reversed(self.in_flight), self.last_committed)
 
     def owes_news(self, until_sealed: bool = False) -> bool:
         """Whether the keeper has bytes or a whole save of ours that it has not reported on.

@@ -5,7 +5,7 @@ an accelerator it keeps nothing: there another tensor of the same form may lie a
 copies are made of what lies there at each save.  A *loose* tensor, which is captured at every save, may be a new object
 every time: only its form counts, and which of the other loose ones it is tied to.
 
-This runs on the training thread for every tensor at every save.  So torch compares the forms of all tensors at once,
+This runs on the training thread for every tensor at every save.  So torch compares the forms of many tensors at once,
 in C++; if it finds a difference, or cannot do it, whole lists are compared, attribute by attribute.  (384 tensors:
 20 µs, and 170 µs.)
 """
@@ -13,29 +13,33 @@ in C++; if it finds a difference, or cannot do it, whole lists are compared, att
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from operator import itemgetter
 from typing import Any
 
 import torch
 
+from stillframe.save.survey import BLOCK, Survey, form_checks
 from stillframe.state.forms import FORM, Forms
-from stillframe.state.torch_internals import form_check
-
-_BLOCK = 512
-"""How many tensors are compared at once: below the threshold at which so many new shapes start garbage collection."""
 
 
 class Signature:
     """Of the tensors of one walk, which are not kept alive here.
 
     ``is_volatile``: which are expected to change in forward; of their aliases only exact equals count.
+    ``held``: the indexes of those whose storages a save holds.
     """
 
     def __init__(
-        self, tensors: Sequence[torch.Tensor], forms: Forms, is_loose: Sequence[bool], is_volatile: Sequence[bool]
+        self,
+        tensors: Sequence[torch.Tensor],
+        forms: Forms,
+        is_loose: Sequence[bool],
+        is_volatile: Sequence[bool],
+        held: Collection[int],
     ) -> None:
-        self._have_same_forms = form_check(tensors)
+        self._checks = form_checks(tensors)
+        self._is_held = [index in held for index in range(len(tensors))] if held else []
         self._forms = forms.columns
         self._all_addresses = forms.addresses
         self._take_fixed = _taker([index for index, loose in enumerate(is_loose) if not loose])
@@ -46,18 +50,27 @@ class Signature:
         self._apart = [index for index in self._loose if not is_volatile[index]]
         self._places = sorted((address, index) for index, address in enumerate(forms.addresses) if forms.nbytes[index])
 
-    def fits(self, tensors: Sequence[torch.Tensor]) -> bool:
+    def survey(self, tensors: Sequence[torch.Tensor]) -> Survey:
+        """Of tensors that may be these.  Raises :class:`RuntimeError` if one became sparse."""
+        return Survey(tensors, self._is_held, self._checks)
+
+    def fit(self, tensors: Sequence[torch.Tensor]) -> Survey | None:
+        """Their survey, if the plan can serve them."""
         try:
-            addresses = list(map(torch.Tensor.data_ptr, tensors))
+            survey = self.survey(tensors)
         except RuntimeError:
-            return False  # one became sparse
+            return None
+        return survey if self._fits(tensors, survey) else None
+
+    def _fits(self, tensors: Sequence[torch.Tensor], survey: Survey) -> bool:
+        addresses = survey.addresses
         is_unmoved = addresses == self._all_addresses
         if not is_unmoved and self._take_fixed(addresses) != self._addresses:
             return False
-        if not self._have_same_forms(*tensors):
+        if not survey.have_same_forms:
             if not _all_equal(tensors, self._forms):
                 return False
-            self._have_same_forms = form_check(tensors)  # they differ in what is not stored: one was frozen
+            self._checks = form_checks(tensors)  # they differ in what is not stored: one was frozen
         return is_unmoved or (self._ties_among(addresses) == self._ties and self._are_apart(tensors, addresses))
 
     def moved(self, tensors: Sequence[torch.Tensor], among: Iterable[int]) -> list[int]:
@@ -101,8 +114,8 @@ def _taker(indexes: Sequence[int]) -> Callable[[Sequence[Any]], list[Any]]:
 def _all_equal(tensors: Sequence[torch.Tensor], forms: Sequence[list[Any]]) -> bool:
     """Stops at the first attribute that differs: later ones may not even exist then."""
     for attribute, column in zip(FORM, forms, strict=True):
-        for start in range(0, len(tensors), _BLOCK):
-            end = start + _BLOCK
+        for start in range(0, len(tensors), BLOCK):
+            end = start + BLOCK
             if list(map(attribute, tensors[start:end])) != column[start:end]:
                 return False
     return True

@@ -157,10 +157,11 @@ class Stager:
             return True
         return arena is not None and arena.free_spans < min(chunks, arena.spans)
 
-    def fence(self, *, wait: bool = False) -> None:
+    def fence(self, begins: bool = False, *, wait: bool = False) -> None:
         """Blocks until compute queued from now on comes after the copies of every save requested so far.
 
         ``wait``: until these are made.  Either ends when the save fails; no failure is raised here.
+        ``begins``: an update by an optimizer, with which another iteration begins; for the report.
         """
         if os.getpid() != self._owner_pid:  # a forked child has no stager to wait for
             return
@@ -169,7 +170,7 @@ class Stager:
         pending = self._pending()
         self._captures.check([job.save.step for job in pending])
         if not pending:
-            self._updates.add(began, 0.0, has_waited)
+            self._updates.add(began, 0.0, has_waited, begins)
             return
         for job in pending:
             if not job.issued.is_open:
@@ -184,7 +185,7 @@ class Stager:
             if job.audit is not None and not job.is_over:
                 self._end_audit(job)
         waited_s = time.monotonic() - began
-        self._updates.add(began, waited_s, has_waited)
+        self._updates.add(began, waited_s, has_waited, begins)
         self._saves.fenced(waited_s, has_waited)
 
     def _wait(self, latch: Latch) -> None:

@@ -47,6 +47,8 @@ class TierBook:
         """When something has last changed."""
         self._committed = [deque[SaveId](maxlen=_REMEMBERED) for _ in tiers]
         self._considered = [deque[SaveId](maxlen=_REMEMBERED) for _ in tiers]
+        self.asked: int | None = None
+        """A step that every tier gets, due there or not."""
         self.has_begun = False
         """The run has restored: what an earlier one has left to be carried is carried on."""
         self._heard_s: dict[SaveId, float] = {}
@@ -112,6 +114,8 @@ class TierBook:
         news = self._news[number]
         if save is None or news is None or news.considered is None:
             return False
+        if save.step == self.asked != news.asked:
+            return False  # the keeper has not heard yet that it is asked for
         is_passed = (news.considered.epoch, news.considered.step) > (save.epoch, save.step)
         return save in self._considered[number] or is_passed
 

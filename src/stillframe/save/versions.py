@@ -22,15 +22,23 @@ from stillframe.save.compiled import memory_of_compiled
 from stillframe.state.torch_internals import local_of, versions_of
 
 _MAX_NAMES = 3
+ADVICE = (
+    "Earlier checkpoints are not affected. Call checkpointer.fence() right before the line that changes it, or change "
+    "it in optimizer.step(). If forward changes it, make it a buffer and give save() the module, or give save() a "
+    "clone()."
+)
+"""What to do."""
 
 
 class Versions:
     """Of the tensors that one save stages lazily, at ``save()``.  Thread: any."""
 
-    def __init__(self, tensors: Sequence[torch.Tensor], names: Sequence[str]) -> None:
+    def __init__(
+        self, tensors: Sequence[torch.Tensor], names: Sequence[str], at_save: list[int | None] | None = None
+    ) -> None:
         self._tensors: Sequence[torch.Tensor] = tensors
         self._names = names
-        self._at_save = versions_of(tensors)
+        self._at_save = versions_of(tensors) if at_save is None else at_save
         self._changed: list[str] = []
         self._is_released = False
 
@@ -60,10 +68,9 @@ class Versions:
             named = ", ".join(map(repr, self._changed[:_MAX_NAMES]))
             more = f" and {len(self._changed) - _MAX_NAMES} more" if len(self._changed) > _MAX_NAMES else ""
             raise TornError(
-                f"step {step}: {named}{more} changed in place after save() and before the copy was made: it may hold "
-                "values of another step. Call checkpointer.fence() before the change, or make it in optimizer.step(). "
-                "If forward makes it, give save() the module itself, with the tensor as a buffer, or give it a clone() "
-                "of the tensor. audit=True finds also what is changed through tensor.data"
+                f"step {step} is not saved: {named}{more} changed in place after save() and before the copy was made, "
+                f"so that the copy may mix two steps. {ADVICE} audit=True finds also what is changed through "
+                "tensor.data"
             )
 
     def _compare(self) -> None:

@@ -8,12 +8,13 @@ import sys
 import torch
 
 from stillframe.selftest import checks, copies, order, trainee
+from stillframe.state.torch_internals import built_for
 from stillframe.version import VERSION
 
 
 def device_of_torch() -> torch.device | None:
     """The current device of the accelerator; ``None`` if there is none."""
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = built_for()
     if accelerator is None or not torch.accelerator.is_available():
         return None
     return torch.device(accelerator.type, torch.accelerator.current_device_index())

@@ -34,7 +34,7 @@ def test_list_shows_the_branch(forked: Path) -> None:
     assert lines[0].split() == ["step", "state", "when", "size", "ranks", "metadata"]
     assert "loss=0.05, name=one" in lines[2]
     assert lines[4].startswith("* 35")
-    assert "3 saves off the branch" in lines[5]
+    assert "3 saves not shown (off the branch" in lines[5]
 
 
 def test_list_all_has_a_word_for_each(forked: Path) -> None:
@@ -47,7 +47,7 @@ def test_list_all_has_a_word_for_each(forked: Path) -> None:
     }  # fmt: skip
     assert [each["is_on_branch"] for each in found["steps"]] == [True, True, False, True, True, False, False]
     text = stillframe("list", forked, "--all")
-    assert text.splitlines()[0].split() == ["step", "epoch", "state", "when", "size", "ranks", "metadata"]
+    assert text.splitlines()[0].split() == ["step", "start", "state", "when", "size", "ranks", "metadata"]
     assert "superseded" in text
     assert "see --all" not in text
 
@@ -58,9 +58,10 @@ def test_show_tells_where_a_checkpoint_comes_from(forked: Path) -> None:
     assert found["parent"] == {"step": 20, "epoch": 1, "attempt": 1}
     assert found["metadata"] == {"loss": 2.0}
     text = stillframe("show", forked)
-    assert f"epoch {found['save']['epoch']}, attempt 1; the epoch goes on from step 20 of epoch 1" in text
+    start = found["save"]["epoch"]
+    assert f"saved by start {start} of the run, which continued from step 20 of start 1" in text
     assert "metadata: loss=2" in text
-    assert "goes on from nothing" in stillframe("show", forked, 10)
+    assert "which began without a checkpoint" in stillframe("show", forked, 10)
 
 
 def test_a_step_off_the_branch_can_be_looked_at(forked: Path) -> None:
@@ -71,7 +72,7 @@ def test_a_step_off_the_branch_can_be_looked_at(forked: Path) -> None:
 def test_verify_all_reads_what_lies_beside_the_branch(forked: Path) -> None:
     assert len(answer("verify", forked, "--all")["steps"]) == 7
     text = stillframe("verify", forked, "--all")
-    assert "step 40 of epoch 1: whole" in text
+    assert "step 40 of start 1: whole" in text
     assert "\nstep 35: whole" in text
 
 

@@ -171,6 +171,19 @@ def test_the_weights_have_to_be_found(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["o.pt", "r"]
 
 
+@pytest.mark.parametrize("to", ["x.safetensors", "x.pt"])
+def test_weights_at_the_top_of_a_trainers_state_are_found(tmp_path: Path, to: str) -> None:
+    weights = {"a.weight": torch.rand(3), "b.weight": torch.rand(2, 2)}
+    with Checkpointer(tmp_path / "r", arena="64MiB") as checkpointer:
+        checkpointer.save(1, {**weights, "trainer": {"state": "{}", "optimizer": {"0": torch.rand(3)}}})
+    stillframe("export", tmp_path / "r", tmp_path / to)
+    found = load_file(tmp_path / to) if to != "x.pt" else torch.load(tmp_path / to)
+    assert_same(dict(found), weights)
+    with Checkpointer(tmp_path / "s", arena="64MiB") as checkpointer:
+        checkpointer.save(1, {"one": torch.rand(3), "net": {"w": torch.rand(3)}})
+    assert "--key" in stillframe("export", tmp_path / "s", tmp_path / "y.pt", code=2)
+
+
 @pytest.mark.parametrize("to", ["x.safetensors", "x.pt", "x", "d"])
 def test_a_damaged_checkpoint_leaves_no_file(copy: Path, tmp_path: Path, to: str) -> None:
     flip(segment(copy, 30), 4096 + 100)

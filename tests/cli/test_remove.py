@@ -101,7 +101,6 @@ POLICIES: list[tuple[list[object], list[int]]] = [
     (["--keep-best", "loss:3"], [400, 500, 600, 1000]),
     (["--keep-best", "loss:2:max"], [900, 1000]),
     (["--keep-best", "loss:1", "--keep-best", "loss:2:max"], [500, 900, 1000]),
-    (["--keep-best", "nothing"], [1000]),
 ]
 
 
@@ -128,6 +127,27 @@ def test_what_goes_is_told_in_ranges_with_reasons(root: Path) -> None:
     assert "would keep 2 checkpoints: 500, 1000" in text
 
 
+@pytest.mark.parametrize("options", [[], ["--dry-run"], ["--json"]])
+def test_a_metric_that_no_checkpoint_has_is_refused(root: Path, options: list[str]) -> None:
+    """A misspelt name would remove all but the newest."""
+    text = stillframe("prune", root, "--keep-best", "los", "--keep-best", "loss", *options, code=2)
+    assert "--keep-best los: no checkpoint has this metric (the metadata has loss)" in text
+    assert len(Catalog(root).steps()) == 10
+
+
+@pytest.mark.parametrize("loss", ["0.5", float("nan")])
+def test_a_metric_that_is_a_number_in_no_checkpoint_is_refused(tmp_path: Path, loss: object) -> None:
+    """Also if those that training has gone back from have one."""
+    with Checkpointer(tmp_path, arena="64MiB") as checkpointer:
+        for step in (1, 2, 3):
+            checkpointer.save(step, {"w": torch.ones(10)}, metadata={"loss": 0.5 if step == 3 else loss})
+            checkpointer.wait()
+        checkpointer.rewind(2)
+    text = stillframe("prune", tmp_path, "--keep-best", "loss", code=2)
+    assert "--keep-best loss: no checkpoint has a number in this metric (the metadata has loss)" in text
+    assert Catalog(tmp_path).steps() == [1, 2]
+
+
 @pytest.mark.parametrize(
     "wrong", [["--keep-best", "loss:x"], ["--keep-best", "loss:2:most"], ["--keep-best", ""], ["--keep-for", "-1"], []]
 )
@@ -144,7 +164,7 @@ def test_prune_takes_what_was_left_behind(root: Path) -> None:
             checkpointer.wait()
     text = stillframe("prune", root, "--keep-last", 2)
     assert "removed steps 100–300 (3)" in text
-    assert re.search(r"removed step 400 of epoch 1, .*: left behind: the branch has another", text)
+    assert re.search(r"removed step 400 of start 1, .*: left behind: the branch has another", text)
     assert [each["step"] for each in answer("list", root, "--all")["steps"]] == [
         400,
         450,

@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 _MARKS = {"changed": "~", "added": "+", "removed": "-", "equal": "="}
 _MOST_ROWS = 30
 """More are summed up by module."""
+_LONG, _BRIEF = 40, 12
+"""So much of a value is shown, and of one on a narrow terminal."""
+_MOST_READ = 1000
 _JOINT = re.compile(r"[/.]")
 
 
@@ -61,16 +64,16 @@ def command(
         str | None, typer.Option(help="With two roots: compare this step. Default: the newest of each.")
     ] = None,
     only: Annotated[Only | None, typer.Option(help="List only these entries.")] = None,
-    all_: Annotated[
-        bool, typer.Option("--all", help=f"List every entry; more than {_MOST_ROWS} are summed up by module otherwise.")
-    ] = False,
+    all_: Annotated[bool, typer.Option("--all", help="List every entry, also if there are many.")] = False,
     json: Json = False,
 ) -> None:
     """Show what changed between two checkpoints.
 
     Compares two steps of a root, or the newest steps of two roots: which tensors changed and by how much, which values
-    changed, what was added or removed. Many are summed up by module. Data with equal checksums is not read. Exit code
-    10 if anything differs.
+    changed, what was added or removed. For a tensor: the share of its elements that differ, the greatest difference
+    (max |Δ|), and the norm of the difference over the norm of the left tensor (|Δ| / |was|). If more than 30 entries
+    differ, there is one row for each module, with the greatest figures in it. Data with equal checksums is not read.
+    Exit code 10 if anything differs.
 
     Examples: stillframe diff runs/gpt 1000 2000; stillframe diff runs/a runs/b --step 1000
     """
@@ -91,11 +94,14 @@ def command(
         output.say(f"{names[0]} → {names[1]}: {summary}")
         figures = ["differing", "max |Δ|", "|Δ| / |was|"]
         if all_ or len(chosen) <= _MOST_ROWS:
-            output.table(["", "path", "was", "is", *figures], [_cells(row) for row in chosen], right=figures)
+            columns = ["", "path", "what", *figures]
+            cells = [_cells(row) for row in chosen]
+            output.table(columns, cells, right=figures, optional=[figures[2], figures[0]], text=["path"])
         else:
-            columns = ["", "module", "entries", *figures]
-            output.table(columns, _sums(chosen), right=columns[2:])
-            output.say(f"{len(chosen)} entries, summed up by module: the greatest of each; --all lists every one")
+            columns = ["", "module", "entries", "what", *figures]
+            optional = [figures[2], "what", "entries", figures[0]]
+            output.table(columns, _sums(chosen), right=["entries", *figures], optional=optional, text=["module"])
+            output.say(f"{len(chosen)} entries; each row has the greatest figures of a module; --all lists every entry")
     if counts["equal"] < len(rows):
         sys.exit(DIFFERENT)
 
@@ -131,14 +137,13 @@ def _differences(one: Checkpoint, other: Checkpoint, unread: Sequence[Pair]) -> 
 
 
 def _cells(row: _Row) -> list[str]:
-    was, now = _form(row.pair.left), _form(row.pair.right)
-    cells = [_MARKS[row.outcome], row.pair.name, was]
+    cells = [_MARKS[row.outcome], row.pair.name, _what(row.pair)]
     apart = row.difference
     if apart is None:
-        return [*cells, now, "", "", ""]
+        return [*cells, "", "", ""]
     share = f"{100 * apart.different / max(apart.items, 1):.3g} %"
     figures = ["" if each is None else f"{each:.3g}" for each in (apart.max_abs, apart.relative)]
-    return [*cells, now if now != was else "", share, *figures]
+    return [*cells, share, *figures]
 
 
 _Key: TypeAlias = "tuple[Change, str]"
@@ -173,14 +178,24 @@ def _sum(outcome: Change, module: str, rows: Sequence[_Row]) -> list[str]:
         [value for each in apart if (value := getattr(each, name)) is not None] for name in ("max_abs", "relative")
     ]
     told = [f"{max(each):.3g}" if each else "" for each in figures]
-    return [_MARKS[outcome], module, str(len(rows)), share if apart else "", *told]
+    what = _what(rows[0].pair) if len(rows) == 1 and not apart else ""
+    return [_MARKS[outcome], module, str(len(rows)), what, share if apart else "", *told]
 
 
-def _form(entry: Entry | None) -> str:
-    if entry is None:
-        return ""
+def _what(pair: Pair) -> str:
+    """``F32[4, 4]`` of a tensor, ``0.5 → 0.25`` of a value: once, if both are the same."""
+    sides = [each for each in (pair.left, pair.right) if each is not None]
+    told = dict.fromkeys(map(_form, sides))
+    if len(told) < len(sides) and pair.change == "changed":
+        told = dict.fromkeys(_form(each, is_exact=True) for each in sides)
+    return " → ".join(told)
+
+
+def _form(entry: Entry, is_exact: bool = False) -> str:
     if entry.kind == "value":
-        return contents.text_of(entry.value, 40)
+        if isinstance(entry.value, float):
+            return repr(entry.value) if is_exact else f"{entry.value:.6g}"
+        return output.cut(contents.text_of(entry.value, _MOST_READ), _BRIEF if output.is_narrow() else _LONG)
     return f"{'numpy ' if entry.kind == 'array' else ''}{entry.dtype}{output.format_shape(entry.shape)}"
 
 

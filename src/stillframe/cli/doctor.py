@@ -59,9 +59,9 @@ def command(
         output.print_json({"root": root_address(root), "findings": findings})
     else:
         for finding in findings:
-            output.say(f"{_MARKS[finding.level]} {finding.what}")
+            output.say(f"{_MARKS[finding.level]} {finding.what}", indent=5)
             if finding.advice:
-                output.say(f"     → {finding.advice}")
+                output.say(f"     → {finding.advice}", indent=7)
     levels = {finding.level for finding in findings}
     if levels & {"damage", "problem"}:
         sys.exit(DAMAGED if "damage" in levels else TO_DO)

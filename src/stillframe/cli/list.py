@@ -26,7 +26,7 @@ _Values: TypeAlias = Mapping[str, Mapping[SaveId, object]]
 def command(
     root: Root,
     every: Annotated[
-        bool, typer.Option("--all", help="Also what is not on the branch, set aside, or was never committed.")
+        bool, typer.Option("--all", help="Also saves off the branch, set aside, removed, or never committed.")
     ] = False,
     last: Annotated[int | None, typer.Option(min=1, help="Only the newest so many.", show_default=False)] = None,
     value: Annotated[
@@ -37,16 +37,17 @@ def command(
 ) -> None:
     """List the checkpoints in a root.
 
-    Lists the checkpoints of the branch that training is on. For each step: its state, when it was saved, its size, how
-    many ranks saved it, and the metadata given to save(). A star marks the newest checkpoint. A narrow terminal gets
-    fewer columns.
+    Lists the checkpoints of the branch that training is on. For each step: its state, when it was saved, the size of
+    its files (of its data, if only a tier has it), how many ranks saved it, and the metadata given to save(). A star
+    marks the newest checkpoint. A narrow terminal gets fewer columns.
 
-    If the run carries checkpoints to tiers, each has a column: whole, how many parts are there, carrying (a living run
-    goes on with it), – (nothing is there), ? (it cannot be read; the address of a server and the credentials come
-    from the environment). Steps that only a tier has are listed, too. A line below says if another run has gone on in a
-    tier, and which steps of the root do not count because of that.
+    If the run carries checkpoints to tiers, each has a column, "in" and its place: whole, how many parts are there,
+    carrying (a living run goes on with it), – (nothing is there), ? (it cannot be read; the address of a server and the
+    credentials come from the environment). Steps that only a tier has are listed, too. Lines below name the tiers. They
+    say if another run has gone on in one, and which steps of the root do not count because of that.
 
-    With --all, also: abandoned (training went back, and took another way), superseded (the branch has another save of
+    With --all, also which start of the run has saved it (a run that was killed and resumed once has two), and:
+    abandoned (training went back, and took another way), superseded (the branch has another save of
     the step), quarantined, removed (a tombstone is left), incomplete (never committed).
 
     Examples: stillframe list runs/gpt; stillframe list runs/gpt --last 5 --value metrics/loss
@@ -103,8 +104,8 @@ def _json(each: Step, views: list[TierView], values: _Values) -> dict[str, objec
 def _print(found: Survey, shown: list[Step], views: list[TierView], values: _Values, hidden: int, every: bool) -> None:
     if not found.with_state("committed", "damaged", "in progress", "newer format", "unreadable"):
         output.say(f"{found.root} has no checkpoint yet")
-    columns = ["step", "epoch", "state", "when", "size", "ranks", "metadata"]
-    heads = tiers.headings(views, columns)
+    columns = ["step", "start", "state", "when", "size", "ranks", "metadata"]
+    heads = tiers.headings(views)
     rows = [
         [
             *_row(each, each.state == "committed" and each.step == found.latest, every),
@@ -114,19 +115,21 @@ def _print(found: Survey, shown: list[Step], views: list[TierView], values: _Val
         for each in shown
     ]
     output.table(
-        [*columns, *values, *heads], rows, right=["step", "epoch", "size", "ranks"],
-        optional=["metadata", "ranks", "epoch", "when"],
+        [*columns, *values, *heads], rows, right=["step", "start", "size", "ranks"],
+        optional=["metadata", "ranks", "start", "when", *(["size", *reversed(heads)] if values else [])],
+        text=list(values),
     )  # fmt: skip
     for each in shown:
         if note := _note(each):
-            output.say(f"step {each.step}{f' (epoch {each.save.epoch})' if every else ''}: {note}")
+            output.say(f"step {each.step}{f' (start {each.save.epoch})' if every else ''}: {note}")
     if hidden:
-        output.say(f"{format_count(hidden, 'save')} off the branch, set aside or never committed: see --all")
+        why = "off the branch, set aside, removed or never committed"
+        output.say(f"{format_count(hidden, 'save')} not shown ({why}): see --all")
     for rank, owner in list(found.owners.items())[:1]:
         more = f" (and {len(found.owners) - 1} more ranks)" if len(found.owners) > 1 else ""
         output.say(f"{owner.doing}: rank {rank}, process {owner.pid} on {owner.host}{more}")
-    for head, view in zip(heads, views, strict=True):
-        output.say(f"{head}: {tiers.about(view)}")
+    for view in views:
+        output.say(f"tier {tiers.about(view)}")
         if view.left:
             output.say(do_not_count(view.left, found.root, view.root))
 
@@ -134,23 +137,26 @@ def _print(found: Survey, shown: list[Step], views: list[TierView], values: _Val
 def _text(values: Mapping[SaveId, object], save: SaveId) -> str:
     from stillframe.checkpoint.contents import text_of
 
-    return text_of(values[save], _MAX_VALUE) if save in values else ""
+    value = values.get(save, "")
+    if isinstance(value, float) and output.is_narrow():
+        return f"{value:.6g}"
+    return text_of(value, _MAX_VALUE) if save in values else ""
 
 
 def _row(each: Step, is_newest: bool, every: bool) -> list[str]:
     step = f"* {each.step}" if is_newest else str(each.step)
     again = f"-{each.save.attempt}" if each.save.attempt > 1 else ""
-    epoch = f"{each.save.epoch}{again}" if every else ""
+    start = f"{each.save.epoch}{again}" if every else ""
     state = f"{each.state}, pinned" if each.is_pinned else each.state
     manifest = each.manifest
     if manifest is None:
-        return [step, epoch, state, "", format_bytes(each.bytes) if each.files else "", "", ""]
+        return [step, start, state, "", format_bytes(each.bytes) if each.files else "", "", ""]
     world_size = manifest.world_size
     is_all = len(each.here) == world_size or each.state == "not in the root"
     ranks = str(world_size) if is_all else f"{len(each.here)} of {world_size}"
     about = output.format_metadata(manifest.metadata)
     size = format_bytes(each.bytes if each.files else manifest.bytes)
-    return [step, epoch, state, format_time(manifest.saved_unix_s), size, ranks, about]
+    return [step, start, state, format_time(manifest.saved_unix_s), size, ranks, about]
 
 
 def _note(each: Step) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Annotated
 
 import typer
@@ -20,7 +20,7 @@ from stillframe.cli.arguments import Json, Root
 from stillframe.errors import ConfigError, StillframeError
 from stillframe.keeper.prune import half_carried, remove_leftovers
 from stillframe.model import SaveId
-from stillframe.retention import Keep, KeepBest, KeepEvery, KeepFor, KeepLast, decode_policy
+from stillframe.retention import Keep, KeepBest, KeepEvery, KeepFor, KeepLast, decode_policy, number_of
 
 
 def command(
@@ -70,6 +70,7 @@ def command(
     catalog = Catalog(before.root)
     if keep is not None:
         requests.check_shared(catalog)
+    _check_metrics(before, map(_best, keep_best or ()))
     if dry_run:
         done = Plan() if keep is None else plan(catalog, Wanted(keep=keep))
         left = _leftovers(before, half_carried(catalog)) if leftovers else []
@@ -92,6 +93,23 @@ def command(
     removed.report(before, done, left, spare_bytes, is_dry=False, json=json)
     if done.error is not None:
         raise done.error
+
+
+def _check_metrics(found: Survey, policies: Iterable[KeepBest]) -> None:
+    """A metric that no checkpoint has as a number would keep none of them: most likely it is misspelt.
+
+    Raises :class:`ConfigError`.
+    """
+    stored = [each.manifest.metadata for each in found.saves if each.is_on_branch and each.manifest is not None]
+    known = {name for each in stored for name in each}
+    numbers = {name for each in stored for name in each if number_of(each[name]) is not None}
+    there = f"the metadata has {', '.join(sorted(known))}" if known else "there is no metadata"
+    for policy in policies:
+        if stored and policy.metric not in numbers:
+            what = "has a number in" if policy.metric in known else "has"
+            raise ConfigError(
+                f"--keep-best {policy.metric}: no checkpoint {what} this metric ({there}). Nothing was removed"
+            )
 
 
 def _in_tiers(catalog: Catalog) -> list[removed.InTier]:

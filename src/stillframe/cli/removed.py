@@ -112,10 +112,10 @@ def _line(group: Sequence[Gone], is_on_branch: bool) -> str:
     first, last = group[0].save, group[-1].save
     size = format_bytes(sum(each.bytes for each in group))
     steps = f"step {first.step}" if len(group) == 1 else f"steps {first.step}–{last.step}"
-    epoch = "" if is_on_branch else f" of epoch {first.epoch}"
+    start = "" if is_on_branch else f" of start {first.epoch}"
     count = f" ({len(group)})" if len(group) > 1 else ""
     why = f": {group[0].why}" if group[0].why else ""
-    return f"{steps}{epoch}{count}, {size}{why}"
+    return f"{steps}{start}{count}, {size}{why}"
 
 
 def _some(steps: Sequence[int]) -> str:

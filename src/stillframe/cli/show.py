@@ -19,6 +19,8 @@ from stillframe.store import root_address
 from stillframe.units import format_bytes, format_count, format_ranks, format_time
 
 _DEPTH = 2
+_DESCRIBED = 26
+"""As much room as dtype, shape and size of a tensor usually take."""
 _STATISTICS = ("min", "max", "mean", "nan", "inf")
 _Statistics = dict[tuple[object, ...], dict[str, object]]
 
@@ -93,10 +95,13 @@ def _print_head(checkpoint: Checkpoint) -> None:
     if len(checkpoint.ranks) != manifest.world_size:
         ranks = f"{format_ranks(checkpoint.ranks)} of {manifest.world_size}"
     when = f"saved {format_time(manifest.saved_unix_s)}"
-    output.say(f"step {checkpoint.step}: {format_bytes(manifest.bytes)}, {ranks}, {when}")
+    output.say(f"step {checkpoint.step}: {format_bytes(manifest.bytes)} of data, {ranks}, {when}")
     save, parent = checkpoint.save, manifest.parent
-    origin = "goes on from nothing" if parent is None else f"goes on from step {parent.step} of epoch {parent.epoch}"
-    output.say(f"epoch {save.epoch}, attempt {save.attempt}; the epoch {origin}")
+    origin = "began without a checkpoint"
+    if parent is not None:
+        origin = f"continued from step {parent.step} of start {parent.epoch}"
+    again = f" (attempt {save.attempt})" if save.attempt > 1 else ""
+    output.say(f"saved by start {save.epoch} of the run{again}, which {origin}")
     if metadata := _metadata(checkpoint):
         output.say(f"metadata: {output.format_metadata(metadata)}")
 
@@ -120,9 +125,8 @@ def _print_table(chosen: Sequence[Entry], figures: _Statistics) -> None:
         found = [figures.get(each.key, {}).get(name) for name in names]
         rows.append([each.name, *cells, *map(_figure, found)])
     columns = ["path", "dtype", "shape", "size", "sharding", "value", *names]
-    output.table(
-        columns, rows, right=["size", *names], optional=["sharding", "size", "shape", "dtype"] if names else []
-    )
+    optional = ["sharding", *(("size", "dtype", "shape", "inf", "nan") if names else ())]
+    output.table(columns, rows, right=["size", *names], optional=optional, text=["path", "value"])
 
 
 def _figure(value: object) -> str:
@@ -132,9 +136,9 @@ def _figure(value: object) -> str:
 def _print_tree(chosen: Sequence[Entry], depth: int) -> None:
     is_leaf = len(chosen) == 1 and not chosen[0].path
     rows = [("~", _described(chosen[0]))] if is_leaf else _rows(chosen, 0, depth, "")
-    width = max((len(name) for name, _ in rows), default=0)
+    width = output.fit([name for name, _ in rows], _DESCRIBED)
     for name, text in rows:
-        output.say(f"{name:<{width}}  {text}")
+        output.say(f"{name:<{width}}  {text}", indent=width + 2)
 
 
 def _rows(entries: Sequence[Entry], level: int, depth: int, indent: str) -> list[tuple[str, str]]:

@@ -10,11 +10,10 @@ from stillframe.cli import output
 from stillframe.format.records import Manifest
 from stillframe.lineage import Branch
 from stillframe.model import SaveId
-from stillframe.store import is_url
 from stillframe.units import format_bytes
 
-_WIDE = 24
-"""A heading is no longer, if it can be."""
+_WIDE, _NARROW = 24, 12
+"""The name of a tier in a heading is no longer, if it can be."""
 
 
 def elsewhere(views: Sequence[TierView], shown: Collection[SaveId], branch: Branch, every: bool) -> list[Step]:
@@ -27,18 +26,23 @@ def elsewhere(views: Sequence[TierView], shown: Collection[SaveId], branch: Bran
     return [Step(save, "not in the root", found[save], (), (), "", branch.has(save)) for save in found]
 
 
-def headings(views: Sequence[TierView], taken: Sequence[str]) -> list[str]:
-    """The end of each root, or all of it where that would not tell them apart."""
+def headings(views: Sequence[TierView]) -> list[str]:
+    """``in`` and the tier's root, or as much of its end as there is room for, where that tells them apart."""
     short = [_short(view.root) for view in views]
     return [
-        view.root if short.count(head) > 1 or head in taken else head for view, head in zip(views, short, strict=True)
+        f"in {output.printable(view.root) if short.count(head) > 1 else head}"
+        for view, head in zip(views, short, strict=True)
     ]
 
 
 def _short(root: str) -> str:
-    place = root.partition("://")[2] if is_url(root) else ""
-    last = root.rstrip("/").rpartition("/")[2]
-    return output.printable(place if 0 < len(place) <= _WIDE else last or root)
+    limit = _NARROW if output.is_narrow() else _WIDE
+    parts = root.rstrip("/").split("/")
+    for first in range(len(parts)):
+        name = "/".join(["…", *parts[first:]]) if first else root
+        if len(name) <= limit and (parts[first] or not first):
+            return output.printable(name)
+    return output.printable(f"…/{parts[-1]}")
 
 
 def cells(views: Sequence[TierView], save: SaveId) -> list[str]:

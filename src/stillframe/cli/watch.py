@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from rich.console import Group
 
 _BAR = 20
+_INDENT = 13
 _SHORT = 3
 """Room for fewer checkpoints is shown in red: the next ones may fail."""
 
@@ -42,7 +43,7 @@ def command(
         output.print_json(frame)
     elif once or not sys.stdout.isatty():
         for line, style in _lines(frame):
-            output.say(line, style)
+            output.say(line, style, _INDENT)
     else:
         from rich.live import Live
 
@@ -57,7 +58,8 @@ def _drawn(frame: Frame) -> Group:
     from rich.console import Group
     from rich.text import Text
 
-    return Group(*(Text(output.printable(line), style=style, overflow="fold") for line, style in _lines(frame)))
+    told = ((part, style) for line, style in _lines(frame) for part in output.broken(output.printable(line), _INDENT))
+    return Group(*(Text(line, style=style, overflow="fold") for line, style in told))
 
 
 def _lines(frame: Frame) -> list[tuple[str, str]]:

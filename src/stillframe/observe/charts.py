@@ -42,6 +42,8 @@ def bars(title: str, found: Sequence[Bar], text: Callable[[float], str], base: i
         )
         if (len(shown) - 1 - at) % labelled == 0:
             made.append(_label("axis", x + 0.4 * width, _HEIGHT - 8, "middle", bar.label))
+    if len(shown) < len(found):
+        note = f"the last {len(shown)} of {len(found):,}{'; ' if note else ''}{note}"
     more = f" <small>{escape(note)}</small>" if note else ""
     drawing = f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape(title)}">{"".join(made)}</svg>'
     return f"<figure><figcaption>{escape(title)}{more}</figcaption>{drawing}</figure>"

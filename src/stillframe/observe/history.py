@@ -26,7 +26,7 @@ from stillframe.format.events import (
 
 _UNUSUAL = 20
 """An iteration that takes this many times the median is no iteration: events between its ends were dropped."""
-_FEW = 5
+_FEW = 10
 """Fewer iterations than this give no median worth showing."""
 
 
@@ -86,8 +86,13 @@ class RankHistory:
         return (min(times), max(times)) if times else None
 
     def iterations(self) -> list[tuple[float, float]]:
-        """From one update to the next.  Where updates were too many to be recorded, iterations are missing."""
-        spans = [(one.at_s + one.waited_s, after.at_s) for one, after in itertools.pairwise(self.updates)]
+        """From one optimizer step to the next; without any, from one ``fence()`` by hand to the next.
+
+        Where updates were too many to be recorded, iterations are missing.
+        """
+        steps = [update for update in self.updates if update.begins]
+        bounds = steps if len(steps) > 1 else self.updates
+        spans = [(one.at_s + one.waited_s, after.at_s) for one, after in itertools.pairwise(bounds)]
         if not spans:
             return []
         usual_s = statistics.median(end_s - begin_s for begin_s, end_s in spans)

@@ -19,10 +19,12 @@ from stillframe.units import format_bytes, format_count, format_seconds, format_
 _SHOWN_SAVES, _SHOWN_RANKS, _SHOWN_STEPS = 6, 64, 50
 _CHEAP, _DEAR = 0.01, 0.05
 """Shares of the time that training may be blocked before the verdict turns yellow, and red."""
-_COLOURS = {
-    "iter": "iteration", "bad": "training blocked", "stage": "copied to host memory", "flush": "written",
-    "wait": "sealed; waits for other ranks and the commit",
-}  # fmt: skip
+_SENTENCES = ("cause", "fails now", "ended", "tier")
+_COLOURS = (
+    (("iter", "iter2"), "iterations, in two greys in turn"), (("bad",), "training blocked"),
+    (("stage",), "copied to host memory"), (("flush",), "written"),
+    (("wait",), "sealed; waits for other ranks and the commit"),
+)  # fmt: skip
 
 
 def report(found: Survey, every: Sequence[RankHistory], now_s: float, tiers: Sequence[Standing] = ()) -> str:
@@ -73,6 +75,7 @@ def _verdict(last: Sequence[RankHistory], slowest: RankHistory | None) -> list[s
         lead.append(_advice(slowest))
     kind = "worse" if failed or cost > _DEAR else "warn" if cost > _CHEAP else "good"
     share = "less than 0.1 %" if cost < 0.001 else f"{100 * cost:.2g} %"
+    share = share.replace(" %", "\N{NO-BREAK SPACE}%")
     return [
         f'<p class="verdict {kind}">Training was blocked {share} of the time</p>',
         f'<p class="lead">{escape(" ".join(lead))}</p>',
@@ -127,12 +130,16 @@ def _timeline(shown: RankHistory, ranks: int) -> list[str]:
     begin_s = max(before, begin_s - 0.5 * (end_s - begin_s))
     slices = [*_training(shown), *(each for save in saves for each in _slices(save))]
     drawn = timeline(["training", "staging", "flushing", "commit"], slices, begin_s, end_s)
-    key = "".join(f'<i style="background:var(--{colour})"></i>{text}' for colour, text in _COLOURS.items())
+    key = "".join(f"<span>{''.join(map(_patch, colours))}{text}</span>" for colours, text in _COLOURS)
     rank = f" of rank {shown.rank}" if ranks > 1 else ""
     return [
         f"<h2>The last {format_count(len(saves), 'save')}{rank}, and the iterations beside them</h2>",
         f'<div class="scroll">{drawn}</div><p class="key">{key}</p>',
     ]
+
+
+def _patch(colour: str) -> str:
+    return f'<i style="background:var(--{colour})"></i>'
 
 
 def _training(shown: RankHistory) -> list[Slice]:
@@ -191,7 +198,8 @@ def _ranks(last: Sequence[RankHistory]) -> list[str]:
         host = each.started.host if each.started else ""
         rows.append([str(each.rank), host, str(len(each.committed)), str(len(each.failed)), *times])
     head = ["rank", "host", "committed", "failed", "blocked in total", "staged after", "sealed after"]
-    return [f"<h2>Ranks, those blocked longest first</h2>{_table(head, rows, left=['host'])}"]
+    note = _how_many(len(rows), len(last), "ranks")
+    return [f"<h2>Ranks, those blocked longest first{note}</h2>{_table(head, rows, left=['host'])}"]
 
 
 def _runs(every: Sequence[RankHistory]) -> list[str]:
@@ -262,6 +270,7 @@ def _checkpoints(found: Survey, last: Sequence[RankHistory]) -> str:
         when = format_time(each.manifest.saved_unix_s) if each.manifest else ""
         ranks = str(each.manifest.world_size) if each.manifest else ""
         rows.append([str(each.step), each.state, when, format_bytes(each.bytes), ranks])
+    shown = _how_many(len(rows), len(found.steps), "steps, the newest")
     note = _policy(last)
     saved = {save.step for each in last for save in each.committed}
     gone = len(saved - {each.step for each in found.steps})
@@ -269,7 +278,12 @@ def _checkpoints(found: Survey, last: Sequence[RankHistory]) -> str:
         note += f"; {gone} of the checkpoints of the last run have been removed"
     head = ["step", "state", "saved", "size", "ranks"]
     table = _table(head, rows, left=["state", "saved"])
-    return f"<h2>In the root <small>{escape(note)}</small></h2>{table}"
+    return f"<h2>In the root <small>{escape(note)}</small>{shown}</h2>{table}"
+
+
+def _how_many(shown: int, found: int, what: str) -> str:
+    """Says that not all are shown; nothing if all are."""
+    return f" <small>{shown} of {found:,} {what}</small>" if shown < found else ""
 
 
 def _policy(last: Sequence[RankHistory]) -> str:
@@ -278,8 +292,9 @@ def _policy(last: Sequence[RankHistory]) -> str:
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[str]) -> str:
-    """Columns that are not in ``left`` hold numbers."""
+    """Columns that are not in ``left`` hold numbers; those in ``_SENTENCES`` may be broken into lines."""
     kinds = ["" if each in left else ' class="n"' for each in head]
+    kinds = [' class="t"' if each in _SENTENCES else kind for each, kind in zip(head, kinds, strict=True)]
 
     def row(tag: str, cells: Sequence[str]) -> str:
         made = [f"<{tag}{kind}>{escape(text)}</{tag}>" for kind, text in zip(kinds, cells, strict=True)]

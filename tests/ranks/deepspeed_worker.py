@@ -380,6 +380,28 @@ def opened(root: Path) -> None:
     dist.barrier()
 
 
+def weights(root: Path) -> None:
+    """In stage 2: without optimizer states, the module only, and without what is frozen."""
+    where = str(root / "weights")
+    engine = build(config(2, "bf16"))
+    update(engine, 0, 2)
+    expected = state_of(engine)[0]
+    engine.save_checkpoint(where, "all")
+    engine.save_checkpoint(where, "some", exclude_frozen_parameters=True)
+    engine.destroy()
+    for tag, options in (
+        ("all", {"load_optimizer_states": False, "load_lr_scheduler_states": False}),
+        ("all", {"load_module_only": True}),
+        ("some", {"load_module_strict": False}),
+    ):
+        other = build(config(2, "bf16"), seed=1)
+        own = state_of(other)[0]
+        assert other.load_checkpoint(where, tag, **options)[0] is not None
+        wanted = {name: own[name] if tag == "some" and "frozen" in name else expected[name] for name in expected}
+        assert_same(state_of(other)[0], wanted, f"{tag} {options}")
+        other.destroy()
+
+
 def way_in(root: Path) -> None:
     """From DeepSpeed's own checkpoints to ours, in the same directory; and through universal ones."""
     where, settings = root / "in", config(2, "bf16", datastates_ckpt={"allow_pickle": True})

@@ -39,7 +39,7 @@ def test_models_that_are_divided_wrapped_or_compiled_come_back_bit_for_bit_also_
 @pytest.mark.parametrize(
     "cases",
     [
-        ("overlap", "cached", "two_roots", "alone", "alone_beside"),
+        ("overlap", "cached", "two_roots", "alone", "alone_beside", "other_coordinator"),
         ("failure", "failure_in_threads", "alone_after_failure", "every_stage"),
         ("every_stage_in_a_process",),
     ],

@@ -23,7 +23,7 @@ def test_whatever_fails_on_one_rank_is_told_to_all_and_the_next_save_works(tmp_p
 
 
 def test_what_programs_do_with_tags_and_engines(tmp_path: Path) -> None:
-    run_ranks(2, "deepspeed_worker.py", tmp_path, "second", "again", "opened", "left")
+    run_ranks(2, "deepspeed_worker.py", tmp_path, "second", "again", "opened", "weights", "left")
     until(lambda: (tmp_path / "left" / "latest").exists(), "the keeper commits what was staged at the end")
 
 

@@ -15,12 +15,14 @@ if TYPE_CHECKING:
     from stillframe.integrations import dcp as dcp
     from stillframe.integrations import deepspeed as deepspeed
     from stillframe.integrations import lightning as lightning
+    from stillframe.integrations import megatron as megatron
     from stillframe.integrations import ray as ray
+    from stillframe.integrations import torchtitan as torchtitan
     from stillframe.integrations import transformers as transformers
 else:
 
     def __getattr__(name: str) -> ModuleType:
         """Each is imported when first used: it needs the loop that it serves."""
-        if name in ("accelerate", "dcp", "deepspeed", "lightning", "ray", "transformers"):
+        if name in ("accelerate", "dcp", "deepspeed", "lightning", "megatron", "ray", "torchtitan", "transformers"):
             return importlib.import_module(f"stillframe.integrations.{name}")
         raise AttributeError(f"module 'stillframe.integrations' has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""What the ways into training frameworks have in common: versions, refusals, a class in between, what rank 0 finds."""
+"""What the ways into training frameworks have in common: versions, refusals, a class in between, ranks together."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from stillframe.errors import ConfigError, StillframeError, StorageError
+from stillframe.errors import ConfigError, StillframeError, StorageError, from_record, text_of, to_record
 
 _T = TypeVar("_T")
 
@@ -61,3 +61,39 @@ def agreed(find: Callable[[], _T]) -> _T:
         raise found[0]
     result: _T = found[0]
     return result
+
+
+def together(work: Callable[[], _T], doing: str = "save") -> list[_T]:
+    """What it returns on every rank, in their order.  A collective.
+
+    If it fails on one rank, raises on all, where it did not fail an error of the same kind: they would train on, and
+    hang in their next collective.
+    """
+    own: Exception | None = None
+    value: _T | None = None
+    try:
+        value = work()
+    except Exception as error:
+        own = error
+    said: list[Any] = [(value, None if own is None else (_kind_of(own), f"{type(own).__name__}: {text_of(own)}"))]
+    if dist.is_available() and dist.is_initialized():
+        mine, said = said[0], [None] * dist.get_world_size()
+        dist.all_gather_object(said, mine)
+    if own is not None:
+        raise own
+    for rank, (_, failed) in enumerate(said):
+        if failed is not None:
+            raise from_record(failed[0], f"rank {rank} could not {doing}: {failed[1]}")
+    return [each for each, _ in said]
+
+
+def _kind_of(error: Exception) -> str:
+    """The public error that says what to do about it: a caller that catches one must do so on every rank."""
+    return to_record(error)[0] if isinstance(error, StillframeError | OSError) else "StateError"
+
+
+def here(work: Callable[[], _T], doing: str = "save") -> _T:
+    """What it returns on this rank; raises on all ranks if it fails on one.  A collective."""
+    found: list[_T] = []
+    together(lambda: found.append(work()), doing)
+    return found[0]

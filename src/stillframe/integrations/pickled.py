@@ -1,8 +1,8 @@
 """Python objects in the dicts of DeepSpeed, DCP and Lightning: those that come back exactly, and those that only
 pickle can hold.
 
-The latter are stored as marked records, bytes in a tensor of their own.  They are unpickled only with ``allow_pickle``;
-those of Lightning as ``torch.load`` does it with ``weights_only``.
+The latter are stored as marked records, as ``torch.save`` writes them, in a tensor of their own.  Code of theirs runs
+only with ``allow_pickle``; for Lightning, as in ``torch.load``, with ``weights_only=False``.
 """
 
 from __future__ import annotations
@@ -35,88 +35,70 @@ class Opaque:
         self.data, self.pickled = data, pickled
 
 
-def to_leaves(node: Any, allow_pickle: bool, how: str, path: _Path = ()) -> Any:
+def to_leaves(node: Any, advice: str | None, path: _Path = ()) -> Any:
     """The same nesting, with an :class:`Opaque` for what only pickle can hold; nothing else is copied.
 
-    ``how`` tells the user, in an error, how to allow pickle.
+    ``advice``: how the user can allow pickle, for the error; ``None``: it is allowed.
     Raises: :class:`UnsupportedStateError`, with path and type.
     """
 
     def leaf(path: _Path, value: Any) -> Any:
-        is_fine = type(value) in _PLAIN or is_tensor(value) or storable(value)
-        return value if is_fine else _pickled(path, value, allow_pickle, how)
+        if type(value) in _PLAIN or is_tensor(value) or storable(value):
+            return value
+        kind, data = f"{type(value).__module__}.{type(value).__qualname__}", io.BytesIO()
+        if advice is not None:
+            raise UnsupportedStateError(
+                f"{_text(path)} is a {kind}, which only pickle can hold: leave it out, or {advice} "
+                "(loading the checkpoint will then run code from it)"
+            )
+        try:
+            torch.save(value, data)
+        except Exception as error:  # of any object's own code
+            raise UnsupportedStateError(f"{_text(path)} is a {kind}, which cannot be stored: {error}") from error
+        return Opaque(data.getvalue(), kind)
 
     return mapped(node, leaf, path)
 
 
-def _pickled(path: _Path, value: Any, allow_pickle: bool, how: str) -> Opaque:
-    kind = f"{type(value).__module__}.{type(value).__qualname__}"
-    if not allow_pickle:
-        raise UnsupportedStateError(
-            f"{_text(path)} is a {kind}, which only pickle can hold: leave it out, or {how} "
-            "(loading the checkpoint will then run code from it)"
-        )
-    return Opaque(pickle.dumps(value), kind)
+def from_leaves(node: Any, map_location: Any, weights_only: bool | None, advice: str, path: _Path = ()) -> Any:
+    """The same nesting, with everything unpickled that was pickled; ``map_location``, ``weights_only``: as
+    ``torch.load`` takes them, so by default no code runs.
 
-
-def from_leaves(node: Any, device: torch.device, allow_pickle: bool, how: str, path: _Path = ()) -> Any:
-    """The same nesting, with everything unpickled that was pickled, and all tensors on ``device``.  Raises as
-    ``to_leaves``."""
+    ``advice``: how the user can allow that, for the error.
+    Raises: :class:`UnsupportedStateError`, with path and type.
+    """
+    place = map_location if isinstance(map_location, str | torch.device) else None
 
     def leaf(path: _Path, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value if place is None else value.to(place)
         if not isinstance(value, Opaque) or not value.pickled:
-            return value.to(device) if isinstance(value, torch.Tensor) else value
-        if not allow_pickle:
-            raise UnsupportedStateError(f"{_text(path)} is a {value.pickled} that was pickled: to run its code, {how}")
-        return pickle.loads(value.data)
+            return value
+        try:
+            return torch.load(io.BytesIO(value.data), map_location, weights_only=weights_only)
+        except pickle.UnpicklingError as error:
+            raise UnsupportedStateError(
+                f"{_text(path)} is a {value.pickled} that was pickled: to run its code, {advice}"
+            ) from error
+        except Exception as error:  # of what the bytes name, or of bytes that are no such file
+            raise FormatError(
+                f"{_text(path)} is a {value.pickled} that was pickled, and cannot be read: {error}"
+            ) from error
 
     return mapped(node, leaf, path)
 
 
-def read_pickled_file(path: str, map_location: Any, allow_pickle: bool, how: str) -> Any:
+def read_pickled_file(path: str, map_location: Any, advice: str | None) -> Any:
     """What ``torch.save`` wrote, as DeepSpeed itself does.  Raises :class:`FormatError`."""
-    if not allow_pickle:
+    if advice is not None:
         raise FormatError(
-            f"{path} was not written by stillframe; if it is DeepSpeed's own, and you trust it, {how}: loading it runs "
-            "code from it"
+            f"{path} was not written by stillframe; if it is DeepSpeed's own, and you trust it, {advice}: loading it "
+            "runs code from it"
         )
     try:
         return torch.load(path, map_location=map_location, weights_only=False)
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
         raise FormatError(f"{path} was not written by stillframe, and cannot be read: {error}") from error
-
-
-def to_torch_saved(path: _Path, value: Any) -> Any:
-    """What is stored for a value in Lightning's dict: what only pickle can hold, as ``torch.save`` writes it.
-
-    Raises: :class:`UnsupportedStateError`, with path and type.
-    """
-    if type(value) in _PLAIN or is_tensor(value) or storable(value):
-        return value
-    kind, data = f"{type(value).__module__}.{type(value).__qualname__}", io.BytesIO()
-    try:
-        torch.save(value, data)
-    except Exception as error:  # of any object's own code
-        raise UnsupportedStateError(f"{_text(path)} is a {kind}, which cannot be stored: {error}") from error
-    return Opaque(data.getvalue(), kind)
-
-
-def torch_loaded(path: _Path, value: Any, map_location: Any, weights_only: bool | None) -> Any:
-    """The opposite; ``weights_only``: as ``torch.load`` takes it, so by default no code runs.  Tensors are moved.
-
-    Raises: :class:`UnsupportedStateError`, with path and type.
-    """
-    place = map_location if isinstance(map_location, str | torch.device) else None
-    if isinstance(value, torch.Tensor):
-        return value if place is None else value.to(place)
-    if not isinstance(value, Opaque):
-        return value
-    try:
-        return torch.load(io.BytesIO(value.data), place, weights_only=weights_only)
-    except pickle.UnpicklingError as error:
-        raise UnsupportedStateError(
-            f"{_text(path)} is a {value.pickled} that was pickled: to run its code, give weights_only=False ({error})"
-        ) from error
 
 
 def register_attributes(kind: type, name: str) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from stillframe.errors import ConfigError
-from stillframe.store import root_address
+from stillframe.store import files, is_url, root_address
 
 PathLike = str | os.PathLike[str]
 
@@ -36,6 +36,11 @@ class Place:
     def reset(self, checkpoint_id: PathLike | None = None) -> None:
         if checkpoint_id is not None:
             self.path = root_address(checkpoint_id)
+
+    def refuse_dcps_own(self, advice: str) -> None:
+        """Raises :class:`ConfigError` for a directory that DCP's own storage has written to."""
+        if not is_url(self.path) and files.is_taken(os.path.join(self.path, ".metadata")):
+            raise ConfigError(f"{self.path} holds a checkpoint that DCP itself wrote: {advice}")
 
     def prepare_local_plan(self, plan: Any) -> Any:
         return plan

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import io
-import os
 import uuid
 from collections.abc import Mapping
 from typing import Any
@@ -23,13 +22,12 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 
-from stillframe.errors import ConfigError, StateError, UnsupportedStateError
+from stillframe.errors import StateError, UnsupportedStateError
 from stillframe.integrations.dcp.place import PathLike, Place, id_of
 from stillframe.integrations.pickled import Opaque, from_leaves
 from stillframe.open_roots import seat
 from stillframe.spi import BoxReader, mapped
 from stillframe.state.torch_internals import flatten_state_dict
-from stillframe.store import files, is_url
 
 _ALLOW = "give Reader(…, allow_pickle=True)"
 
@@ -59,11 +57,7 @@ class Reader(Place, StorageReader):
         self._whole: dict[str, Any] = {}
 
     def read_metadata(self) -> Metadata:
-        if not is_url(self.path) and files.is_taken(os.path.join(self.path, ".metadata")):
-            raise ConfigError(
-                f"{self.path} was written by DCP itself: read it with FileSystemReader, or convert it once with "
-                "`stillframe import`"
-            )
+        self.refuse_dcps_own("read it with FileSystemReader, or convert it once with `stillframe import`")
         if self._reader is not None:
             self._reader.close()
         self._reader = BoxReader(self.path, self.step, rank=seat()[0], storage_options=self.storage_options)
@@ -117,8 +111,8 @@ class Reader(Place, StorageReader):
             reader.read()
             for item, value in values:
                 name = item.storage_index.fqn
-                value = from_leaves(value, torch.device("cpu"), self.allow_pickle, _ALLOW, (name,))
-                planner.load_bytes(item, _as_bytes(name, value, planner))
+                value = from_leaves(value, "cpu", not self.allow_pickle, _ALLOW, (name,))
+                planner.load_bytes(item, _as_bytes(name, value, planner, self.allow_pickle))
             for item, target, into in tensors:
                 if into is not target:
                     target.copy_(into)
@@ -157,12 +151,17 @@ def _filled(node: Any, reader: BoxReader) -> Any:
     return mapped(node, leaf)
 
 
-def _as_bytes(name: str, value: Any, planner: LoadPlanner) -> io.BytesIO:
+def _as_bytes(name: str, value: Any, planner: LoadPlanner, allow_pickle: bool) -> io.BytesIO:
     if isinstance(value, Opaque):
         if type(planner).load_bytes is DefaultLoadPlanner.load_bytes:
             raise UnsupportedStateError(
                 f"{name!r} holds bytes that a planner of its own wrote: load it with the planner that understands them "
                 "(DCP's default one would unpickle them)"
+            )
+        if isinstance(planner, DefaultLoadPlanner) and not allow_pickle:
+            raise UnsupportedStateError(
+                f"{name!r} holds bytes that a planner of its own wrote, and {type(planner).__name__} may hand them on "
+                f"to DCP's default planner, which would unpickle them: to allow that, {_ALLOW}"
             )
         return io.BytesIO(value.data)
     data = io.BytesIO()

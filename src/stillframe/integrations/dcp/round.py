@@ -25,27 +25,40 @@ if TYPE_CHECKING:
     from stillframe.integrations.dcp.stager import Staging
 
 _rounds: weakref.WeakSet[Round] = weakref.WeakSet()
+_looking = threading.RLock()  # of a set that changes while it is looked through
 _ending = threading.RLock()  # a round may end wherever garbage is collected
 
 
 class Round:
     """One save of DCP on this rank.  Thread: DCP's, which makes it from the beginning to the end.
 
-    DCP tells a writer nothing when the save fails elsewhere.  So whoever comes next ends a round that was left.  Rank 0
-    gives the save up then, for all ranks.
+    DCP tells a writer nothing when the save fails elsewhere.  So whoever comes next ends a round that was left, and it
+    ends with its thread, or when that begins another save.  Rank 0 gives the save up then, for all ranks.
     """
 
-    def __init__(self, how: How, lets_go: bool, staging: Staging | None) -> None:
-        self._how = how
-        self._lets_go = lets_go
+    def __init__(self, staging: Staging | None = None) -> None:
         self.staging = staging
         self.admission: Admission | None = None
         self.save: Save | None = None
+        self.is_begun = False
         self._using = contextlib.ExitStack()
         self._is_over = False
         self._thread = threading.get_ident()
+
+    def begin(self, how: How, rank: int, lets_go: bool) -> None:
+        """DCP sets its writer up.  ``rank``: this one's in DCP's group."""
+        self._how, self._rank, self._lets_go = how, rank, lets_go
         self._frame = frame_of_dcp()
-        _rounds.add(self)
+        self.is_begun = True
+        with _looking:
+            _rounds.add(self)
+
+    def __del__(self) -> None:
+        if _ending is None:  # the interpreter ends, and has taken this module apart
+            return
+        if self.staging is not None:
+            self.staging.ended()
+        self.end(_left())
 
     @property
     def is_left(self) -> bool:
@@ -53,11 +66,13 @@ class Round:
         return self._frame is not None and not is_in_frame(self._thread, self._frame)
 
     def admit(self, root: str, world_size: int, step: int | None) -> list[Admission]:
-        """On the coordinator: the admissions of all ranks; the root is used from now on.  Blocks, raises."""
+        """On the coordinator: the admissions of all ranks; the root is used from now on.  Blocks, raises.
+
+        The coordinator begins the run, so it is the first of its ranks, whichever it is of DCP's.
+        """
         step = step if self.staging is None else self.staging.step
-        admissions = self._using.enter_context(admitting(root, world_size, self._how, step=step))
-        self.admission = admissions[0]
-        return admissions
+        first = self.admission = self._using.enter_context(admitting(root, world_size, self._how, step=step))
+        return [first.of((rank - self._rank) % world_size) for rank in range(world_size)]
 
     def enter(self, root: str) -> tuple[OpenRoot, Admission]:
         """The root, open until the round is over.
@@ -92,22 +107,8 @@ class Round:
                 close_root(self.admission.path)
 
 
-class _Slot:
-    """What a thread of DCP is saving.  It is deleted when the thread ends, or begins another save."""
-
-    def __init__(self, staging: Staging | None = None) -> None:
-        self.staging = staging
-        self.round: Round | None = None
-
-    def __del__(self) -> None:
-        if self.staging is not None:
-            self.staging.ended()
-        if self.round is not None:
-            self.round.end(_left())
-
-
 class _Here(threading.local):
-    slot: _Slot | None = None
+    round: Round | None = None
 
 
 _thread = _Here()
@@ -115,24 +116,25 @@ _thread = _Here()
 
 def begin_lazily(staging: Staging) -> None:
     """DCP has taken a staged state, on this thread, to save it."""
-    _thread.slot = _Slot(staging)
+    _thread.round = Round(staging)
 
 
-def begin_round(how: How, *, lets_go: bool) -> None:
+def begin_round(how: How, *, rank: int, lets_go: bool) -> None:
     """A save of DCP begins on this thread.  ``lets_go``: the root is closed when DCP is done with it."""
-    slot = _thread.slot
-    if slot is None or slot.round is not None or (slot.staging is not None and slot.staging.is_over):
-        slot = _thread.slot = _Slot()
+    found = _thread.round
+    if found is None or found.is_begun or (found.staging is not None and found.staging.is_over):
+        found = _thread.round = Round()
     end_left_rounds()
-    slot.round = Round(how, lets_go, slot.staging)
+    found.begin(how, rank, lets_go)
 
 
 def end_left_rounds() -> None:
     """Give up the saves that DCP has left before their end, on whatever thread."""
-    for each in list(_rounds):
-        if each.is_left:
-            each.end(_left())
-            each.let_go()
+    with _looking:
+        left = [each for each in _rounds if each.is_left]
+    for each in left:
+        each.end(_left())
+        each.let_go()
 
 
 def _returned(result: Any) -> Any:
@@ -147,9 +149,9 @@ for _kind in (Metadata, CheckpointException):
 
 def this_round() -> Round:
     """The one of this thread.  Raises :class:`StateError`."""
-    if _thread.slot is None or _thread.slot.round is None:
+    if _thread.round is None or not _thread.round.is_begun:
         raise StateError("DCP has begun no save on this thread: set_up_storage_writer comes first")
-    return _thread.slot.round
+    return _thread.round
 
 
 def _left() -> StateError:
@@ -177,7 +179,7 @@ class Carried:
 def _arrive(admission: Admission) -> Carried:
     """Called when a plan is unpickled.  The first that comes in a round is the one: others are of plans that somebody
     has kept."""
-    found = None if _thread.slot is None else _thread.slot.round
-    if found is not None and found.admission is None:
+    found = _thread.round
+    if found is not None and found.is_begun and found.admission is None:
         found.admission = admission
     return Carried(admission)

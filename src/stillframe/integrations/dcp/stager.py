@@ -89,8 +89,6 @@ class Staging(Future[dict[str, Any]]):
         self._live = live
         self.versions = spi.versions_of(dict(live))
         """From now on nothing may change, though the save is requested later."""
-        self.is_over = False
-        """It is copied, or the copy has failed: updates are not held back any more."""
         self._before = list(_under_way)
         self._ended = threading.Event()
         _under_way.add(self._ended)
@@ -98,6 +96,11 @@ class Staging(Future[dict[str, Any]]):
             "dcp.async_save is still planning; if it shares a process group with training, both may hang: give it one "
             "of its own, process_group=dist.new_group(backend='gloo')"
         )
+
+    @property
+    def is_over(self) -> bool:
+        """It is copied, or the copy has failed: updates are not held back any more."""
+        return super().done()
 
     def result(self, timeout: float | None = None) -> dict[str, Any]:
         """The live state; blocks until the saves before have ended.  Once the copy is over, ``{}`` or its error."""
@@ -116,13 +119,11 @@ class Staging(Future[dict[str, Any]]):
         """The writer has requested the save.  Blocks until it is staged; raises if it will not be."""
         self._release()  # from here on the fence of its root knows of the save
         save.wait("staged")
-        self.is_over = True
         self.set_result({})
 
     def failed(self, error: BaseException) -> None:
         self._release()
         if not self.is_over:
-            self.is_over = True
             self.set_exception(error)
 
     def ended(self) -> None:

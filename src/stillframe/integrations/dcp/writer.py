@@ -61,10 +61,6 @@ class Writer(Place, StorageWriter):
         """Of the last save that this writer has made, on this rank."""
         self._home = os.getpid()
 
-    @property
-    def _how(self) -> How:
-        return How(keep=self.keep, storage_options=self.storage_options)
-
     def __getstate__(self) -> dict[str, Any]:
         """DCP sends it to a process of its own, which is about to save: it finds the root free."""
         end_left_rounds()
@@ -80,9 +76,15 @@ class Writer(Place, StorageWriter):
         return StorageMeta(checkpoint_id=self.path, save_id=self.save_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        begin_round(self._how, lets_go=self._home != os.getpid())  # a process that DCP has made may be idle for ever
+        lets_go = self._home != os.getpid()  # a process that DCP has made may be idle for ever
+        how = How(keep=self.keep, storage_options=self.storage_options)
+        begin_round(how, rank=kwargs.get("rank", 0), lets_go=lets_go)
+        if not is_coordinator:  # the last one may have been this rank: then the root is this one's
+            close_roots(lambda each: each.path == self.path and each.is_first and not each.users)
         if not kwargs.get("use_collectives", True):
             raise ConfigError("use_collectives=False: a stillframe checkpoint is one of all ranks; leave it out")
+        if is_coordinator:
+            self.refuse_dcps_own("give another directory; a reader could not tell which of the two is meant")
         if is_coordinator and not self.overwrite:
             newest = Catalog(self.path, storage_options=self.storage_options).latest()
             if newest is not None:
@@ -142,7 +144,7 @@ def _state(plan: SavePlan, planner: SavePlanner, allow_pickle: bool, has_gaps: b
         for key in above:
             at = at.setdefault(key, _Nest())
         if found[0].type is WriteItemType.BYTE_IO:
-            at[last] = to_leaves(_value(found[0], planner), allow_pickle, _ALLOW, tuple(path))
+            at[last] = to_leaves(_value(found[0], planner), None if allow_pickle else _ALLOW, tuple(path))
         else:
             at[last] = _tensor(found, planner)
     return dict(nest.unfolded(has_gaps))

@@ -6,16 +6,14 @@ import contextlib
 import logging
 import os
 import re
-from collections.abc import Callable
-from typing import Any, TypeVar
-
-import torch.distributed as dist
+from typing import Any
 
 import stillframe
 from stillframe import spi
-from stillframe.errors import ConfigError, ExistsError, NotFoundError, StateError, StillframeError
+from stillframe.errors import ConfigError, ExistsError, NotFoundError, StillframeError
 from stillframe.integrations.deepspeed.export import write_object
 from stillframe.integrations.deepspeed.pointers import FILES, RUN, content_of, read
+from stillframe.integrations.frameworks import here, together
 from stillframe.integrations.pickled import to_leaves
 from stillframe.open_roots import How, OpenRoot, admitting, fence, seat, settle_root
 from stillframe.store import directory_address
@@ -24,8 +22,6 @@ from stillframe.store.files import is_taken, kind_of
 logger = logging.getLogger("stillframe")
 
 _KEY = "datastates_ckpt"
-_ALLOW = f'put "allow_pickle": true into "{_KEY}" of the DeepSpeed config'
-_T = TypeVar("_T")
 
 
 class CheckpointEngine:
@@ -35,12 +31,13 @@ class CheckpointEngine:
         config = deepspeed_config.datastates_config.config
         known = {"host_cache_size": 0, "keep_last": 0, "allow_pickle": False}
         given = {**known, **(config if isinstance(config, dict) else {})}
-        size, count, self._allow_pickle = (given[name] for name in known)
+        size, count, allows = (given[name] for name in known)
         is_right = type(size) in (int, float) and size >= 0 and type(count) is int and count >= 0
-        if not is_right or not isinstance(self._allow_pickle, bool) or given.keys() != known.keys():
+        if not is_right or not isinstance(allows, bool) or given.keys() != known.keys():
             raise ConfigError(f'"{_KEY}": {config!r}: give "host_cache_size" (GiB), "keep_last", "allow_pickle"')
         if getattr(deepspeed_config, "use_node_local_storage", False):
             raise ConfigError('"use_node_local_storage": stillframe needs a save_dir that all ranks see')
+        self._advice = None if allows else f'put "allow_pickle": true into "{_KEY}" of the DeepSpeed config'
         arena = f"auto:{int(size * 2**20)}KiB" if size else "auto"
         self._how = How(arena, stillframe.KeepLast(count) if count else None)
         self._info: Any = None
@@ -91,20 +88,20 @@ class CheckpointEngine:
                 admitted = admitting(info.save_dir, world_size, self._how, least=_number(info.tag))
                 return stack.enter_context(admitted) if rank == 0 else None, len(files)
 
-            said = _together(begin)
-            admission = said[0][0][rank]
+            said = together(begin)
+            admission = said[0][0].of(rank)
             total = sum(count for _, count in said)
             label = spi.Label(info.tag, tuple(files), content_of(admission.run), bool(info.save_latest), total)
 
             def prepare() -> tuple[OpenRoot, Any]:
                 root = stack.enter_context(admission.enter(info.save_dir, self._how))
                 fence()  # the copies of the state before have been copied away
-                contents = self._live.state(to_leaves(files, self._allow_pickle, _ALLOW))
+                contents = self._live.state(to_leaves(files, self._advice))
                 return root, {"tag": info.tag, RUN: admission.run, FILES: contents}
 
-            root, state = _here(prepare)  # first: a rank that saved would wait for one that could not even try
+            root, state = here(prepare)  # first: a rank that saved would wait for one that could not even try
             directory = os.path.abspath(os.path.join(info.save_dir, info.tag))
-            self._saves.append((directory, _here(lambda: root.save(admission.ticket, state, label=label))))
+            self._saves.append((directory, here(lambda: root.save(admission.ticket, state, label=label))))
 
     def _check_tag(self, tag: str, directory: str) -> None:
         spi.Label(tag)
@@ -121,7 +118,7 @@ class CheckpointEngine:
 
     def load(self, path: str, map_location: Any = None) -> Any:
         """What was saved as this file, verified; also a file of DeepSpeed's own, if pickle is allowed."""
-        return read(path, map_location, self._allow_pickle, _ALLOW)
+        return read(path, map_location, self._advice)
 
     def wait(self) -> None:
         """Until everything is committed.  Raises: the error of a save that failed, once."""
@@ -155,36 +152,8 @@ class CheckpointEngine:
             if kind_of(os.path.join(directory, tag or "latest")) == "nothing" and tag is not None:
                 raise NotFoundError(f"there is no tag {tag!r} in {directory}")
 
-        _here(settled, "load")
-        _here(looked, "load")
-
-
-def _together(work: Callable[[], _T], doing: str = "save") -> list[_T]:
-    """What it returns on every rank, in their order.
-
-    If it fails on one rank, raises on all: the others would train on, and hang in their next collective.
-    """
-    own: Exception | None = None
-    value: _T | None = None
-    try:
-        value = work()
-    except Exception as error:
-        own = error
-    said: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(said, (value, None if own is None else f"{type(own).__name__}: {own}"))
-    if own is not None:
-        raise own
-    for rank, (_, word) in enumerate(said):
-        if word is not None:
-            raise StateError(f"rank {rank} could not {doing}: {word}")
-    return [each for each, _ in said]
-
-
-def _here(work: Callable[[], _T], doing: str = "save") -> _T:
-    """What it returns on this rank; raises on all ranks if it fails on one."""
-    found: list[_T] = []
-    _together(lambda: found.append(work()), doing)
-    return found[0]
+        here(settled, "load")
+        here(looked, "load")
 
 
 def _number(tag: str) -> int:

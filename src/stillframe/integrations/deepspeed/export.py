@@ -34,10 +34,11 @@ def export(
     names = [name for name in files.names_in(directory) if name.endswith(".pt")] if is_there else []
     if not names:
         raise NotFoundError(f"{directory} is not the tag of a checkpoint")
+    advice = None if allow_pickle else "give allow_pickle=True"
     with files.publishing(Path(to, tag)) as partial:
         files.make_directory(partial)
         for name in names:
-            torch.save(read(str(directory / name), None, allow_pickle, "give allow_pickle=True"), partial / name)
+            torch.save(read(str(directory / name), None, advice), partial / name)
     files.write_file(Path(to, "latest"), tag.encode(), is_forced=True)
     return tag
 

@@ -48,7 +48,7 @@ def content() -> Any:
             "or write DeepSpeed's own files with stillframe.integrations.deepspeed.export(save_dir, tag, to)"
         )
     register_deepspeed_types()
-    return read(os.fspath(path), frame.f_locals["map_location"], allow_pickle=True, how="")  # it is unpickling already
+    return read(os.fspath(path), frame.f_locals["map_location"], None)  # it is unpickling already
 
 
 def _archive() -> bytes:
@@ -65,16 +65,16 @@ def content_of(run: str) -> bytes:
     return _ARCHIVE + b"\n" + run.encode()
 
 
-def read(path: str, map_location: Any, allow_pickle: bool, how: str) -> Any:
+def read(path: str, map_location: Any, advice: str | None) -> Any:
     """What was saved as this file of a tag, verified; or the content of a file of DeepSpeed's own.
 
-    ``how`` tells the user, in an error, how to allow pickle: what only that can hold is loaded only with it.
+    ``advice``: how the user can allow pickle, for the error; ``None``: it is allowed.
     Raises: :class:`NotFoundError`; :class:`StorageError` if that cannot be determined; :class:`FormatError`;
     :class:`IntegrityError`; :class:`UnsupportedStateError`.
     """
     found = _follow(path)
     if found is None:
-        return read_pickled_file(path, map_location, allow_pickle, how)
+        return read_pickled_file(path, map_location, advice)
     save, rank, run = found
     root, name = os.path.dirname(os.path.dirname(os.path.abspath(path))), os.path.basename(path)
     lost = f"{path} stands for {save}, which is not in {root}: copy a whole save_dir, or what export() writes"
@@ -86,8 +86,7 @@ def read(path: str, map_location: Any, allow_pickle: bool, how: str) -> Any:
         raise FormatError(lost)
     if name not in state.get(FILES, {}):
         raise NotFoundError(f"{path} was renamed: rank {rank} has saved no {name!r} in {save}")
-    device = torch.device(map_location) if isinstance(map_location, str | torch.device) else torch.device("cpu")
-    return from_leaves(state[FILES][name], device, allow_pickle, how, (name,))
+    return from_leaves(state[FILES][name], map_location or "cpu", advice is not None, advice or "", (name,))
 
 
 def _follow(path: str) -> tuple[Any, int, str] | None:

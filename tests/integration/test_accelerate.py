@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader, IterableDataset
 import stillframe
 from stillframe import Catalog, ConfigError
 from stillframe.integrations.accelerate import attach
-from tests.support import bytes_of, start_child, until
+from tests.support import bytes_of, run_fresh, start_child, until
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 SAMPLES, SIZE, EPOCHS = 10, 2, 3
@@ -149,6 +149,17 @@ def test_a_resume_within_a_pass_and_at_its_end_is_exact(tmp_path: Path, kind: st
         again, second = train(place, kind, seed=99)
         assert first + second == order, stop
         assert again == digest, stop
+
+
+def test_a_loader_that_draws_its_order_in_another_way_is_told_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As on another number of ranks: Accelerate gives samplers a generator on several."""
+    for first, then, is_told in (("generator", "", True), ("", "", False), ("seedable", "seedable", False)):
+        caplog.clear()
+        train(tmp_path / f"{first}-{then}", first, stop=2)
+        train(tmp_path / f"{first}-{then}", then, stop=1, seed=2)
+        assert ("come in another order" in caplog.text) == is_told, (first, then)
 
 
 def test_accelerate_alone_is_not_exact(tmp_path: Path) -> None:
@@ -282,6 +293,109 @@ def test_what_is_registered_comes_back_or_is_refused_by_its_path(tmp_path: Path)
     with pytest.raises(stillframe.MismatchError):
         accelerator.load_state(tmp_path / "one")
     accelerator.end_training()
+
+
+def test_what_is_prepared_or_registered_in_another_order(tmp_path: Path) -> None:
+    """Kinds may come in any order.  Within a kind the order is all that tells, so what does not fit is refused."""
+
+    def begin(is_swapped: bool) -> tuple[Any, list[Any]]:
+        accelerator = make(tmp_path, "named")
+        attach(accelerator, tmp_path / "_root")
+        wide, narrow = torch.nn.Linear(3, 2), torch.nn.Linear(2, 3)
+        parts = [wide, torch.optim.SGD(wide.parameters(), 0.1, 0.9), narrow, torch.optim.AdamW(narrow.parameters())]
+        order = [2, 3, 0, 1] if is_swapped else [0, 1, 2, 3]
+        prepared = accelerator.prepare(*(parts[at] for at in order))
+        return accelerator, [prepared[order.index(at)] for at in range(4)]
+
+    accelerator, (wide, first, narrow, second) = begin(is_swapped=False)
+    for model, optimizer, size in ((wide, first, 3), (narrow, second, 2)):
+        accelerator.backward(model(torch.randn(2, size)).square().mean())
+        optimizer.step()
+    kept = [each.detach().clone() for each in (*wide.parameters(), *narrow.parameters())]
+    accelerator.save_state(tmp_path / "one")
+    late = Where()
+    accelerator.register_for_checkpointing(late)
+    late.epoch = 7
+    accelerator.save_state(tmp_path / "two")
+    late.epoch = 0
+    accelerator.load_state(tmp_path / "two")
+    assert late.epoch == 7
+    with pytest.raises(stillframe.MismatchError, match="custom"):
+        accelerator.load_state(tmp_path / "one")
+    with pytest.warns(RuntimeWarning, match="restored in part.*custom"):
+        accelerator.load_state(tmp_path / "one", strict=False)
+    accelerator.end_training()
+
+    accelerator, (wide, *_) = begin(is_swapped=True)
+    before = wide.weight.detach().clone()
+    with pytest.raises(stillframe.MismatchError, match="models/0"):
+        accelerator.load_state(tmp_path / "one")
+    assert torch.equal(wide.weight, before)
+    accelerator.end_training()
+
+    accelerator = make(tmp_path, "named")
+    attach(accelerator, tmp_path / "_root")
+    wide, narrow = torch.nn.Linear(3, 2), torch.nn.Linear(2, 3)
+    first, second = torch.optim.SGD(wide.parameters(), 0.1, 0.9), torch.optim.AdamW(narrow.parameters())
+    first, wide, second, narrow = accelerator.prepare(first, wide, second, narrow)
+    accelerator.load_state(tmp_path / "one")
+    assert all(map(torch.equal, kept, (*wide.parameters(), *narrow.parameters())))
+    assert len(first.state) == len(second.state) == 2
+    accelerator.end_training()
+
+
+SHARDED = """
+import sys
+from pathlib import Path
+import torch
+from accelerate import Accelerator
+from accelerate.utils import FullyShardedDataParallelPlugin, GradientAccumulationPlugin
+from stillframe import ConfigError
+from stillframe.integrations.accelerate import attach
+from tests.loops.sharding import allow_fsdp, whole
+
+allow_fsdp()
+accelerator = Accelerator(
+    cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2),
+    gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=2),
+)
+attach(accelerator, Path(sys.argv[1], "_root"))
+model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), 0.1))
+assert accelerator.is_fsdp2
+
+def work():
+    with accelerator.accumulate(model):
+        accelerator.backward(model(torch.randn(3, 4)).square().sum())
+        optimizer.step()
+        optimizer.zero_grad()
+
+def now():
+    tensors = [*model.state_dict().values(), *(each["exp_avg"] for each in optimizer.state.values())]
+    return [whole(each).detach().clone() for each in tensors]
+
+for _ in range(2):
+    work()
+kept = now()
+accelerator.save_state(Path(sys.argv[1], "one"))
+work()
+try:
+    accelerator.save_state(Path(sys.argv[1], "two"))
+except ConfigError as error:
+    assert "sync_each_batch=True" in str(error), error
+else:
+    raise AssertionError("gradients on their way were left out")
+work()
+assert not torch.equal(now()[0], kept[0])
+accelerator.load_state(Path(sys.argv[1], "one"))
+assert all(map(torch.equal, now(), kept))
+accelerator.end_training()
+"""
+
+
+def test_fsdp2_is_saved_in_parts_and_never_without_its_gradients(tmp_path: Path) -> None:
+    """On one rank; kills on two are in tests/loops."""
+    run_fresh(SHARDED, tmp_path)
 
 
 def test_gradients_on_their_way_are_part_of_it(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import torch
 import stillframe
 from stillframe import Catalog, ConfigError, NotFoundError
 from stillframe.integrations.transformers.install import TESTED
-from tests.support import assert_same
+from tests.support import assert_same, run_fresh
 
 transformers = pytest.importorskip("transformers")
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
@@ -104,6 +104,32 @@ def test_a_checkpoint_opens_with_from_pretrained_and_is_no_copy(tmp_path: Path) 
     assert_same(dict(model.state_dict()), {name: saved[name] for name in model.state_dict()})
 
 
+SHARDED = """
+import sys
+from pathlib import Path
+from tests.loops.sharding import allow_fsdp
+
+allow_fsdp()
+from tests.integration.test_transformers import make, outcome, transformers
+from tests.loops.sharding import whole
+
+for form, is_open in (("FULL_STATE_DICT", True), ("SHARDED_STATE_DICT", False)):
+    place = Path(sys.argv[1], form)
+    trainer = make(place, max_steps=2, fsdp=True, fsdp_config={"version": 2, "state_dict_type": form})
+    trainer.train()
+    assert trainer.accelerator.is_fsdp2
+    assert (place / "checkpoint-2" / "model.safetensors").exists() == is_open
+    if is_open:
+        found = transformers.AutoModelForCausalLM.from_pretrained(place / "checkpoint-2").state_dict()
+        assert all(whole(each).equal(found[name]) for name, each in trainer.model.state_dict().items())
+"""
+
+
+def test_with_fsdp2_a_checkpoint_opens_if_whole_weights_are_asked_for(tmp_path: Path) -> None:
+    """On one rank; kills on two are in tests/loops."""
+    run_fresh(SHARDED, tmp_path)
+
+
 def test_an_earlier_step_and_another_output_directory_are_gone_on_from(tmp_path: Path) -> None:
     whole = make(tmp_path / "a")
     whole.train()
@@ -183,7 +209,19 @@ def test_what_goes_to_the_hub_are_plain_weights(tmp_path: Path, monkeypatch: pyt
         assert weights == sorted(trainer.model.state_dict())
 
 
-@pytest.mark.parametrize("option", ["save_only_model", "auto_find_batch_size", "enable_jit_checkpoint"])
+def test_a_checkpoint_of_weights_only_opens_and_is_not_gone_on_from(tmp_path: Path) -> None:
+    trainer = make(tmp_path, save_only_model=True, save_total_limit=2)
+    trainer.train()
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-5")
+    assert_same(dict(model.state_dict()), dict(trainer.model.state_dict()))
+    assert sorted(stillframe.load(tmp_path / "_stillframe", 5)["trainer"]) == ["state"]
+    for resume in (True, str(tmp_path / "checkpoint-4")):
+        with pytest.raises(ConfigError, match="was saved with save_only_model"):
+            make(tmp_path).train(resume_from_checkpoint=resume)
+    assert Catalog(tmp_path / "_stillframe").steps() == [4, 5]
+
+
+@pytest.mark.parametrize("option", ["save_on_each_node", "enable_jit_checkpoint"])
 def test_what_cannot_work_is_refused(tmp_path: Path, option: str) -> None:
     trainer = make(tmp_path, installed=False)
     setattr(trainer.args, option, True)
@@ -193,6 +231,71 @@ def test_what_cannot_work_is_refused(tmp_path: Path, option: str) -> None:
         stillframe.integrations.transformers.install(trainer, keep=stillframe.KeepLast(2))
     with pytest.raises(ConfigError, match=r"give a transformers\.Trainer"):
         stillframe.integrations.transformers.install(object())  # type: ignore[arg-type]
+
+
+REFUSED = """
+import sys
+from pathlib import Path
+from tests.loops.sharding import allow_fsdp
+
+allow_fsdp()
+import pytest
+import stillframe
+from tests.integration.test_transformers import make
+
+for wrong, version, form, asked in (
+    ("FSDP1", 1, "FULL_STATE_DICT", {}),
+    ("torch_compile with FSDP", 2, "FULL_STATE_DICT", {"torch_compile": True}),
+    ("push_to_hub with SHARDED_STATE_DICT", 2, "SHARDED_STATE_DICT", {"push_to_hub": True}),
+    (None, 2, "FULL_STATE_DICT", {"push_to_hub": True}),
+):
+    sharded = {"version": version, "state_dict_type": form}
+    sharded |= {"sync_module_states": False, "cpu_ram_efficient_loading": False}  # FSDP1 would need a device for these
+    trainer = make(Path(sys.argv[1]), installed=False, fsdp=True, fsdp_config=sharded)
+    assert trainer.is_fsdp_enabled
+    kind = type(trainer)
+    for option, value in asked.items():
+        setattr(trainer.args, option, value)
+    if wrong is None:
+        stillframe.integrations.transformers.install(trainer)
+        continue
+    with pytest.raises(stillframe.ConfigError, match=f"^{wrong} is not supported by"):
+        stillframe.integrations.transformers.install(trainer)
+    assert type(trainer) is kind
+"""
+
+
+def test_what_cannot_work_with_fsdp_is_refused(tmp_path: Path) -> None:
+    run_fresh(REFUSED, tmp_path)
+
+
+def test_a_batch_size_that_fits_is_found(tmp_path: Path) -> None:
+    def hungry(at: int) -> type:
+        class Hungry(transformers.Trainer):  # type: ignore[name-defined,misc]
+            def training_step(self, model: Any, inputs: Any, *more: Any) -> Any:
+                if self.state.global_step == at and len(inputs["input_ids"]) > 1:
+                    raise RuntimeError("CUDA out of memory.")
+                return super().training_step(model, inputs, *more)
+
+        return Hungry
+
+    alone = make(tmp_path / "alone", kind=hungry(0), auto_find_batch_size=True, installed=False)
+    alone.train()
+    expected = outcome(alone)
+    first = make(tmp_path / "first", kind=hungry(0), auto_find_batch_size=True)
+    first.train()
+    assert_same(outcome(first), expected)
+
+    make(tmp_path / "later", stop=2).train()
+    again = make(tmp_path / "later", kind=hungry(4), auto_find_batch_size=True)
+    again.train(resume_from_checkpoint=True)  # saves 3 and 4, and goes back to 2
+    told = [json.loads((tmp_path / f"later/checkpoint-{step}/trainer_state.json").read_text()) for step in (2, 3, 5)]
+    assert [each["epoch"] for each in told] == [2 / 4, 3 / 8, 5 / 8]
+    assert Catalog(tmp_path / "later" / "_stillframe").steps() == [1, 2, 3, 4, 5]
+
+    with pytest.raises(ConfigError, match=r"after step 3 was saved.*resume_from_checkpoint=True"):
+        make(tmp_path / "anew", kind=hungry(3), auto_find_batch_size=True).train()
+    assert Catalog(tmp_path / "anew" / "_stillframe").steps() == [1, 2, 3]
 
 
 def test_other_versions_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,7 +91,9 @@ class Conformance:
         key = type(self).__qualname__, kind, ranks
         if key not in _calm:
             with tempfile.TemporaryDirectory(prefix="sf-calm-") as place:
-                _calm[key] = self.live(Wish(f"{place}/run", kind=kind), ranks)
+                disk = Path(place, "disk")  # what a driver puts beside it goes with it, too
+                disk.mkdir()
+                _calm[key] = self.live(Wish(str(disk / "run"), kind=kind), ranks)
         return _calm[key]
 
     @pytest.mark.parametrize("number", range(2))
@@ -153,3 +155,23 @@ class Conformance:
                 self.read(self.checkpoints(disk / "run")[step])
         finally:
             subprocess.run(["umount", "--lazy", str(disk)], check=True)
+
+
+class OnOtherRanks:
+    """For a driver that shards: its runs go on on another number of ranks, and without shards."""
+
+    module: ClassVar[str]
+    turns: ClassVar[tuple[tuple[int, str], ...]]
+    """The ranks of each life, and its kind."""
+
+    def test_other_numbers_of_ranks_go_on_with_the_same_state(self, tmp_path: Path) -> None:
+        last: Result | None = None
+        for number, (ranks, kind) in enumerate(self.turns):
+            wish = Wish(str(tmp_path / "run"), 5 + 2 * number, seed=7 + number, kind=kind)
+            with Living(self.module, wish, ranks) as living:
+                result, _ = living.wait()
+            assert result is not None
+            if last is not None:
+                assert result.more["begun"] == last.more["ended"]
+                assert len(result.order) == 2
+            last = result

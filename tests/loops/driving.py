@@ -23,6 +23,7 @@ from typing import Any
 import numpy
 import torch
 
+from tests.loops.sharding import whole
 from tests.ranks.saying import say
 from tests.support import bytes_of
 
@@ -75,9 +76,14 @@ class Life:
         self.rank = int(os.environ.get("RANK", "0"))
         self.ranks = int(os.environ.get("WORLD_SIZE", "1"))
         self._order: list[list[int]] = []
-        random.seed(self.wish.seed)
-        numpy.random.seed(self.wish.seed)
-        torch.manual_seed(self.wish.seed)
+        self.seed(self.wish.seed)
+
+    @staticmethod
+    def seed(number: int) -> None:
+        """Of everything that draws."""
+        random.seed(number)
+        numpy.random.seed(number)
+        torch.manual_seed(number)
 
     def model(self) -> Any:
         """A GPT-2 with dropout; notes the first token of each sample, which is the sample's number."""
@@ -106,10 +112,12 @@ class Life:
     def saved(self, step: int) -> None:
         """A driver calls it when a save was requested.  On the last rank this may be the end."""
         say(f"SAVED {step}")
-        if step == self.wish.kill_at and self.rank == self.ranks - 1:
-            if not self.wish.delay_s:
-                os.kill(os.getpid(), signal.SIGKILL)
-            threading.Timer(self.wish.delay_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        kill_at, is_late = self.wish.kill_at, step == self.wish.steps - 1
+        if not kill_at or self.rank < self.ranks - 1 or not (step == kill_at or (is_late and step > kill_at)):
+            return
+        if not self.wish.delay_s or is_late:  # later there would be nothing left to go on with
+            os.kill(os.getpid(), signal.SIGKILL)
+        threading.Timer(self.wish.delay_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
 
     def ended(self, model: torch.nn.Module, optimizer: Any, scheduler: Any, **more: Any) -> None:
         result = self.result(model, optimizer, scheduler, **more)
@@ -117,17 +125,28 @@ class Life:
             say(_RESULT + json.dumps(dataclasses.asdict(result)))
 
     def result(self, model: torch.nn.Module, optimizer: Any, scheduler: Any, **more: Any) -> Result:
-        state = [each for _, each in sorted(optimizer.state_dict()["state"].items())]
-        tensors = [each[name] for each in state for name in sorted(each)]
         numbers = [random.random(), numpy.random.rand(3).tolist(), torch.rand(3).tolist()]
         return Result(
-            _digest(*map(bytes_of, model.state_dict().values())),
-            _digest(*map(bytes_of, tensors)),
+            digest_of(map(whole, model.state_dict().values())),
+            digest_of(map(whole, _tensors_of(optimizer))),
             _digest(repr(scheduler.state_dict()).encode()),
             _digest(repr(numbers).encode()),
             self._order,
             more,
         )
+
+
+def standing(model: torch.nn.Module, optimizer: Any, scheduler: Any) -> dict[str, str]:
+    """Where a life stands, on however many ranks: digests of whole tensors.  A collective; it draws no numbers."""
+    gradients = [each.grad for each in model.parameters() if each.grad is not None]
+    parts = {"parameters": model.parameters(), "optimizer": _tensors_of(optimizer), "gradients": gradients}
+    digests = {name: digest_of(map(whole, tensors)) for name, tensors in parts.items()}
+    return {**digests, "scheduler": repr(scheduler.state_dict())}
+
+
+def _tensors_of(optimizer: Any) -> list[Any]:
+    state = [each for _, each in sorted(optimizer.state_dict()["state"].items())]
+    return [each[name] for each in state for name in sorted(each)]
 
 
 def _digest(*parts: bytes) -> str:

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 import stillframe
 from stillframe import Catalog, Checkpointer, Save, TrainState, spi
@@ -33,20 +34,6 @@ logger = logging.getLogger("stillframe")
 
 _FILE = "root.txt"
 """In the directory of a checkpoint: where the root is, seen from there."""
-
-
-class Counters:
-    """What an accelerator counts, as an object with a state."""
-
-    def __init__(self, accelerator: Any) -> None:
-        self._accelerator = accelerator
-
-    def state_dict(self) -> dict[str, int]:
-        return {"step": self._accelerator.step, "iteration": self._accelerator.save_iteration}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self._accelerator.step = state["step"]
-        self._accelerator.project_configuration.iteration = state["iteration"]
 
 
 class Gradients:
@@ -62,7 +49,10 @@ class Gradients:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for name, each in self._named():
-            each.grad = state.get(name)
+            grad = state.get(name)
+            if grad is not None and isinstance(each, DTensor) and not isinstance(grad, DTensor):
+                grad = distribute_tensor(grad, each.device_mesh, each.placements, src_data_rank=None)  # asks no rank
+            each.grad = grad
 
     def _named(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         for number, model in enumerate(self._models):
@@ -114,7 +104,7 @@ class StillframeAccelerator(Accelerator):  # type: ignore[misc]
             "scaler": self.scaler,
             "loaders": self._positions,
             "gradients": Gradients(self._models, not self.sync_gradients),
-            "accelerator": Counters(self),
+            "accelerator": {"step": self.step, "iteration": self.save_iteration},
             "rng": self._numbers,
         }
         return {name: part for name, part in parts.items() if part is not None}
@@ -153,6 +143,12 @@ class StillframeAccelerator(Accelerator):  # type: ignore[misc]
             raise ConfigError(
                 "a hook of register_save_state_pre_hook cannot write to a directory that appears later: give what it "
                 "saves to register_for_checkpointing, or save it elsewhere"
+            )
+        if self.is_fsdp2 and not self.sync_gradients and not self.gradient_state.plugin_kwargs.get("sync_each_batch"):
+            raise ConfigError(
+                "save_state between the micro-batches of an update: FSDP2 has their gradients where no state dict "
+                "reaches them. Save when accelerator.sync_gradients, or give the Accelerator "
+                "GradientAccumulationPlugin(num_steps=…, sync_each_batch=True)"
             )
         directory = self._directory(output_dir)
         step, self._next_step = self._next_step, self._next_step + 1  # both first: ranks count alike, whatever fails
@@ -242,7 +238,9 @@ class StillframeAccelerator(Accelerator):  # type: ignore[misc]
         if report.step is None:
             logger.info("%s has no checkpoint yet: training begins", self._root)
             return
-        self.project_configuration.iteration = agreed(self._find_iteration)
+        counted = state["accelerator"]
+        self.step = counted["step"]
+        self.project_configuration.iteration = agreed(lambda: self._find_iteration(counted["iteration"]))
 
     def _source(self, input_dir: Any) -> tuple[str, int] | None:
         """The root and the step that a directory stands for; ``None``: if it is there, Accelerate has written it."""
@@ -256,13 +254,13 @@ class StillframeAccelerator(Accelerator):  # type: ignore[misc]
             raise NotFoundError(f"{input_dir} refers to {save}, which is not in {root}: was it moved without its root?")
         return root, save.step
 
-    def _find_iteration(self) -> int:
+    def _find_iteration(self, saved: int) -> int:
         """After those that are there: a directory's name is used once."""
         if not self.project_configuration.automatic_checkpoint_naming:
-            return int(self.save_iteration)
+            return saved
         there = files.names_in(self._home) if files.kind_of(self._home) == "directory" else []
         numbers = [int(found[1]) for found in map(re.compile(r"checkpoint_(\d+)").fullmatch, there) if found]
-        return max([int(self.save_iteration), *(number + 1 for number in numbers)])
+        return max([saved, *(number + 1 for number in numbers)])
 
     # --- ending ------------------------------------------------------------------------------
 

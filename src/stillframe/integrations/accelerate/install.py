@@ -14,7 +14,7 @@ from stillframe.integrations.accelerate.accelerator import StillframeAccelerator
 from stillframe.integrations.frameworks import check_version, put_between, refuse
 
 TESTED = "1.15"
-_ALIKE = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
+_TRIED = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU, DistributedType.FSDP)
 
 
 def attach(
@@ -74,7 +74,11 @@ def check_accelerator(accelerator: Any, options: dict[str, Any]) -> None:
             accelerator.distributed_type == DistributedType.DEEPSPEED,
             "use stillframe.integrations.deepspeed",
         ),
-        str(accelerator.distributed_type): (accelerator.distributed_type not in _ALIKE, "it was not tried"),
+        "FSDP1": (
+            accelerator.distributed_type == DistributedType.FSDP and not accelerator.is_fsdp2,
+            "give FullyShardedDataParallelPlugin(fsdp_version=2)",
+        ),
+        str(accelerator.distributed_type): (accelerator.distributed_type not in _TRIED, "it was not tried"),
         "parallelism_config": (accelerator.parallelism_config is not None, "it was not tried"),
         "save_on_each_node": (configuration.save_on_each_node, "all ranks need to see one directory"),
         "keep": (

@@ -193,6 +193,13 @@ class Position:
         self.loader.set_epoch(state["iteration"])
         if state["seed"] is not None:
             self.loader.get_sampler().initial_seed = state["seed"]
+        elif len(state["now"]) != len(self._own()):  # Accelerate gives a sampler one on several ranks, and none on one
+            logger.warning(
+                "a loader was saved with %d generators and has %d (on another number of ranks?): its samples come in "
+                "another order than they would have; use_seedable_sampler=True keeps the order",
+                len(state["now"]),
+                len(self._own()),
+            )
         self._set_own(state["now"])
         if self.is_stateful:
             self.loader.load_state_dict(state["loader"] or {})

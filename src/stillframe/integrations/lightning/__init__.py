@@ -1,4 +1,4 @@
-"""Lightning's ``Trainer`` and ``Fabric`` on stillframe: one line, for a single device and for DDP::
+"""Lightning's ``Trainer`` and ``Fabric`` on stillframe: one line, for a single device, DDP and FSDP2::
 
     trainer = L.Trainer(plugins=[stillframe.integrations.lightning.CheckpointIO()], …)
 

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Collection
 from typing import Any, Literal
 
+import torch.distributed as dist
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO as LightningCheckpointIO
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 
 from stillframe.errors import ConfigError, StillframeError
-from stillframe.integrations.frameworks import agreed
+from stillframe.integrations.frameworks import agreed, here
 from stillframe.integrations.lightning import hooks
-from stillframe.integrations.lightning.directory import Directory, find, read, settle
+from stillframe.integrations.lightning.directory import Directory
 from stillframe.integrations.lightning.loaders import Position
-from stillframe.open_roots import How, fence
+from stillframe.integrations.lightning.reading import find, read, restore, settle
+from stillframe.open_roots import How, fence, seat
 from stillframe.store import files
 
 
 class CheckpointIO(LightningCheckpointIO):  # type: ignore[misc]  # mypy is told nothing of Lightning
-    """``plugins=[CheckpointIO()]``, of a ``Trainer`` or a ``Fabric`` with a single device or DDP.
+    """``plugins=[CheckpointIO()]`` of a ``Trainer`` or a ``Fabric``: a single device, DDP, ``ModelParallelStrategy``.
 
     arena: host memory lent for staging, as of :class:`stillframe.Checkpointer`.
     on_error: training goes on after a failed save, which is logged at once.  With ``"raise"``, ``fit`` raises it when
@@ -36,6 +39,8 @@ class CheckpointIO(LightningCheckpointIO):  # type: ignore[misc]  # mypy is told
         """Of the training that this plugin saves."""
         self._how, self._on_error = How(arena), on_error
         self._directories: dict[str, Directory] = {}
+        self._is_together = False
+        """Whether ranks have saved together since the last teardown."""
         self._plain = TorchCheckpointIO()
 
     def __reduce__(self) -> Any:
@@ -57,15 +62,33 @@ class CheckpointIO(LightningCheckpointIO):  # type: ignore[misc]  # mypy is told
         by Lightning.  A save that fails later is logged, and raised where the fit ends.
         Raises: :class:`UnsupportedStateError`, :class:`ConfigError`, :class:`BusyError`, :class:`StorageError`.
         """
-        if storage_options is not None:
-            raise ConfigError(f"storage_options={storage_options!r}: CheckpointIO() saves to directories, and has none")
+        self._save(checkpoint, path, storage_options, None)
+
+    def save_together(self, checkpoint: dict[str, Any], path: Any, sharded: Collection[str]) -> None:
+        """As :meth:`save_checkpoint`, on every rank: each saves a dict of its own, and its part of what is sharded.
+
+        ``sharded``: the keys of what is divided among the ranks.  If it raises, it does so on every rank.
+        """
+        self._is_together = True
+        try:
+            here(lambda: self._save(checkpoint, path, None, sharded))
+        except StillframeError:
+            directory, name = self._place(path)
+            directory.forget(name)
+            raise
+
+    def _save(self, checkpoint: dict[str, Any], path: Any, options: Any, sharded: Collection[str] | None) -> None:
+        if options is not None:
+            raise ConfigError(f"storage_options={options!r}: CheckpointIO() saves to directories, and has none")
         directory, name = self._place(path)
         if name.startswith("."):
+            if sharded is not None:
+                raise ConfigError(f"{name}: Lightning's tuner was not tried with sharded models")
             self._plain.save_checkpoint(checkpoint, path)
             return
         if {"loops", "callbacks"} <= checkpoint.keys() and hooks.KEY not in checkpoint:
             raise ConfigError("give CheckpointIO() itself to the Trainer's plugins: inside another it saves no numbers")
-        save = directory.save(name, checkpoint)
+        save = directory.save(name, checkpoint, sharded)
         if name.startswith("hpc_"):  # SLURM takes the job away next
             save.wait()
 
@@ -76,12 +99,31 @@ class CheckpointIO(LightningCheckpointIO):  # type: ignore[misc]  # mypy is told
         Raises: :class:`IntegrityError`, :class:`NotFoundError`, :class:`StorageError`; ``FileNotFoundError``.
         """
         fence()  # what was requested is copied before the loaded values replace it
-        found = agreed(lambda: self._find(os.fspath(path)))  # rank 0's saves appear there
+        found = self.find(path)
         if found is None:
             return self._plain.load_checkpoint(path, map_location, weights_only)
         return read(os.fspath(path), found, map_location, weights_only)
 
-    def _find(self, path: str) -> Any:
+    def restore(
+        self, path: Any, live: dict[str, Any], strict: bool, weights_only: bool | None
+    ) -> dict[str, Any] | None:
+        """Put a checkpoint into live objects, by key, each rank its part.  Returns what is left of it; ``None``: it is
+        not of ours.
+
+        Blocks and raises as :meth:`load_checkpoint`; :class:`MismatchError`.  Every rank calls it.
+        """
+        fence()
+        found = self.find(path)
+        return None if found is None else restore(os.fspath(path), found, live, strict, weights_only)
+
+    def find(self, path: Any) -> tuple[str, Any] | None:
+        """The root and the save that a path stands for; ``None``: it is not of ours.  Every rank calls it, and waits.
+
+        Raises: :class:`StorageError`.
+        """
+        return agreed(lambda: self._find(os.fspath(path)))  # rank 0's saves appear there
+
+    def _find(self, path: str) -> tuple[str, Any] | None:
         if "://" not in path:
             directory, _ = self._place(path)
             directory.wait()
@@ -115,14 +157,33 @@ class CheckpointIO(LightningCheckpointIO):  # type: ignore[misc]  # mypy is told
     def teardown(self) -> None:
         """Lightning calls it when a fit, a validation or a test ends, also after an error.  Blocks as :meth:`wait`."""
         directories, self._directories = self._directories, {}
+        is_together, self._is_together = self._is_together, False
+        is_failing = sys.exc_info()[0] is not None
         self.position.forget()
-        failed = {name: error for each in directories.values() for name, error in each.close().items()}
-        if sys.exc_info()[0] is None and self._on_error == "raise":  # else that error is the one to be seen
+        meets = is_together and seat()[1] > 1 and not is_failing
+        if meets:
+            _tell_ranks(directories)
+        failed = {name: error for each in directories.values() for name, error in each.finish().items()}
+        if meets:
+            dist.barrier()  # the keepers of all ranks are there while rank 0 has steps removed
+        for each in directories.values():
+            each.close()
+        if not is_failing and self._on_error == "raise":  # else that error is the one to be seen
             self._tell(failed)
 
     def _tell(self, failed: dict[str, StillframeError]) -> None:
         for name, error in failed.items():
             raise type(error)(f"{name} was not saved: {error}") from error
+
+
+def _tell_ranks(directories: dict[str, Directory]) -> None:
+    """What has failed on one rank fails on all.  On a full disk a keeper cannot say so itself, and is waited for."""
+    said: list[Any] = [None] * seat()[1]
+    dist.all_gather_object(said, {path: each.failed_here() for path, each in directories.items()})
+    for rank, failed in enumerate(said):
+        for path in failed.keys() & directories.keys():
+            told = {step: f"rank {rank} could not save it: {why}" for step, why in failed[path].items()}
+            directories[path].failed_elsewhere(told)
 
 
 def _made(arena: int | str, on_error: Literal["raise", "warn"]) -> CheckpointIO:

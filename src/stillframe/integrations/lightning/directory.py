@@ -7,17 +7,27 @@ so that a crash finds the old one or the new one.  Exactly one side deletes: the
 from __future__ import annotations
 
 import contextlib
+import functools
+import logging
 import os
 import threading
+from collections.abc import Collection
 from typing import Any
 
+import torch
+
 from stillframe import Catalog, Save, spi
-from stillframe.errors import ExistsError, NotFoundError, StillframeError
-from stillframe.integrations.pickled import to_torch_saved, torch_loaded
-from stillframe.open_roots import How, OpenRoot, admitting, close_root, find_root
+from stillframe.errors import ExistsError, NotFoundError, StillframeError, StorageError, UnsupportedStateError
+from stillframe.integrations.frameworks import agreed
+from stillframe.integrations.pickled import to_leaves
+from stillframe.open_roots import Admission, How, OpenRoot, admitting, close_root, find_root, seat
 from stillframe.store import files, root_address
 
+logger = logging.getLogger("stillframe")
+
 ROOT = "_stillframe"
+SHARDED = "sharded"
+"""In the metadata of a save: the keys of what is divided among the ranks, a line each."""
 _MAX_COPIES = 2
 
 
@@ -34,36 +44,50 @@ class Directory:
         """By name, those that are not committed; failed ones, too."""
         self._doomed: dict[str, tuple[int, int]] = {}
         """Names to remove: the step of each, and that which has to be committed first."""
-        self._links = {name: to for name, to in files.links_in(path).items() if _wanted(name) is None}
-        """What points where, by name."""
         self._new_links: dict[str, str] = {}
         """Those that wait for a commit."""
 
-    def save(self, name: str, checkpoint: dict[str, Any]) -> Save:
+    @functools.cached_property
+    def _links(self) -> dict[str, str]:
+        """What points where, by name."""
+        return {name: to for name, to in files.links_in(self.path).items() if wanted(name) is None}
+
+    def save(self, name: str, checkpoint: dict[str, Any], sharded: Collection[str] | None = None) -> Save:
         """Request it.  The name appears when it is committed.
 
+        ``sharded``: the keys of what is divided among the ranks.  If given, all ranks save together: each calls it,
+        with a dict of its own.  Else this rank saves alone.
         Raises: :class:`ExistsError`, :class:`UnsupportedStateError`, :class:`BusyError`, :class:`StorageError`.
         """
         label, step = spi.Label(name, home=".."), checkpoint.get("global_step")
-        path = os.path.join(self.path, name)
-        if name in self._links:
-            self.remove(name)
-        elif files.kind_of(path) == "file":
-            raise ExistsError(f"{path} is a file that Lightning wrote: remove it, or give another dirpath or name")
-        live = self._free_copies()
-        state = live.state(spi.mapped(checkpoint, to_torch_saved))
         least = step if isinstance(step, int) and step >= 0 else 0
-        with (
-            admitting(self.root, 1, self._how, least=least) as (admission,),
-            admission.enter(self.root, self._how) as self._opened,
-        ):
-            save = self._opened.save(admission.ticket, state, label=label)
+        rank, ranks = (0, 1) if sharded is None else seat()
+        with contextlib.ExitStack() as stack:
+
+            def admit() -> Admission:
+                self._make_way(name)
+                return stack.enter_context(admitting(self.root, ranks, self._how, least=least))
+
+            admission = (admit() if sharded is None else agreed(admit)).of(rank)
+            self._opened = stack.enter_context(admission.enter(self.root, self._how))
+            live = self._free_copies()
+            state = live.state(_storable(checkpoint, sharded))
+            told = {SHARDED: "\n".join(sorted(sharded))} if sharded else None
+            save = self._opened.save(admission.ticket, state, label=label, metadata=told)
         self._live.append((live, save))
         with self._lock:
             self._newest = self._requested[name] = save
             self._doomed.pop(name, None)  # the new save takes the name over, and the old one goes
         save.then(self._committed)
         return save
+
+    def _make_way(self, name: str) -> None:
+        """A link of this name goes.  Raises :class:`ExistsError` for a file."""
+        path = os.path.join(self.path, name)
+        if name in self._links:
+            self.remove(name)
+        elif files.kind_of(path) == "file":
+            raise ExistsError(f"{path} is a file that Lightning wrote: remove it, or give another dirpath or name")
 
     @property
     def _is_live(self) -> bool:
@@ -77,7 +101,7 @@ class Directory:
                 self._live.remove(each)
                 return each[0]
         if len(self._live) < _MAX_COPIES:
-            return spi.LiveState()
+            return spi.LiveState(by_optimizers=True)  # Lightning's averages of weights change when an epoch ends
         live, save = self._live.pop(0)
         with contextlib.suppress(StillframeError):
             save.wait("staged")
@@ -106,6 +130,11 @@ class Directory:
                 for name, step in going.items():
                     if self._doomed.get(name, (None,))[0] == step:
                         del self._doomed[name]
+
+    def forget(self, name: str) -> None:
+        """Who asked for it was told that it is not saved."""
+        with self._lock:
+            self._requested.pop(name, None)
 
     def has(self, name: str) -> bool:
         """Whether it will be there; not whether it is."""
@@ -158,12 +187,53 @@ class Directory:
                 save.wait()
         return {name: save.error for name, save in requested.items() if save.error is not None}
 
-    def close(self) -> dict[str, StillframeError]:
+    def failed_here(self) -> dict[int, str]:
+        """Why this rank has no part of a save, by step.  Blocks until it has sealed the others."""
+        with self._lock:
+            requested = dict(self._requested)
+        for save in requested.values():
+            with contextlib.suppress(StillframeError):
+                save.wait("sealed")
+        return {save.step: str(save.error) for save in requested.values() if save.error is not None}
+
+    def failed_elsewhere(self, failed: dict[int, str]) -> None:
+        """These steps fail here, too, without waiting for the word of the rank that has failed."""
+        with self._lock:
+            going = [save for save in self._requested.values() if save.step in failed and save.error is None]
+        for save in going:
+            if self._is_live and self._opened is not None:
+                spi.withdraw(self._opened.run, spi.Ticket(save.step, save.attempt), StorageError(failed[save.step]))
+
+    def finish(self) -> dict[str, StillframeError]:
+        """As :meth:`wait`; and what was removed is gone then."""
         failed = self.wait()
-        if self._newest is not None and self._doomed and self._is_live:
-            self._newest.then(self._committed)
-        close_root(root_address(self.root))
+        if self._newest is not None and self._newest.phase == "committed" and self._doomed and self._is_live:
+            try:
+                self._committed(self._newest)
+            except StillframeError as error:
+                logger.warning("what Lightning has removed from %s stays for now: %s", self.path, error)
         return failed
+
+    def close(self) -> None:
+        """After :meth:`finish`."""
+        close_root(root_address(self.root))
+
+
+def _storable(checkpoint: dict[str, Any], sharded: Collection[str] | None) -> Any:
+    """What is stored of Lightning's dict.  ``sharded``: keys of what goes back into live objects, so it stays as it is.
+
+    Raises: :class:`UnsupportedStateError`, with path and type.
+    """
+
+    def leaf(path: tuple[Any, ...], value: Any) -> Any:
+        if sharded is not None and path and path[0] in sharded:
+            return value
+        if sharded is not None and isinstance(value, torch.Tensor) and hasattr(value, "device_mesh"):
+            where = "/".join(map(str, path))
+            raise UnsupportedStateError(f"{where} is a {type(value).__name__}: only {', '.join(sharded)} may hold such")
+        return to_leaves(value, None, path)
+
+    return spi.mapped(checkpoint, leaf)
 
 
 def _wish(name: str) -> str:
@@ -171,40 +241,5 @@ def _wish(name: str) -> str:
     return f".{name}.next"
 
 
-def _wanted(name: str) -> str | None:
+def wanted(name: str) -> str | None:
     return name[1:-5] if name.startswith(".") and name.endswith(".next") else None
-
-
-def settle(path: str) -> None:
-    """Block until the keeper of a run that was killed has committed what it holds here; then move that run's links.
-
-    Every rank may call it.  Raises :class:`StorageError`.
-    """
-    spi.wait_finished(os.path.join(path, ROOT))
-    links = files.links_in(path)
-    for wish, to in links.items():
-        name = _wanted(wish)
-        if name is not None and links.get(name) != to and spi.save_of(os.path.join(path, to)) is not None:
-            files.point(os.path.join(path, name), to)
-
-
-def find(path: str) -> tuple[str, Any] | None:
-    """The root, and the save that a path stands for; ``None`` if it is not of ours.  Raises :class:`StorageError`."""
-    if "://" in path or files.kind_of(path) != "directory":
-        return None
-    place = files.real_path(path)
-    save = spi.save_of(place)
-    return None if save is None else (os.path.join(os.path.dirname(place), ROOT), save)
-
-
-def read(path: str, found: tuple[str, Any], map_location: Any, weights_only: bool | None) -> Any:
-    """The checkpoint, verified; a part that only pickle can hold as ``torch.load`` takes it with ``weights_only``.
-
-    Raises: :class:`NotFoundError`, :class:`IntegrityError`, :class:`UnsupportedStateError`.
-    """
-    root, save = found
-    try:
-        state = spi.load_rank(root, save, 0)
-    except NotFoundError as error:
-        raise NotFoundError(f"{path} refers to {save} in {root}: was it moved without its root? ({error})") from error
-    return spi.mapped(state, lambda at, value: torch_loaded(at, value, map_location, weights_only))

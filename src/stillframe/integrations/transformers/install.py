@@ -7,6 +7,7 @@ from typing import Any
 
 import accelerate
 import transformers
+from torch.distributed.tensor import DTensor
 from transformers.trainer_utils import HubStrategy
 
 from stillframe.errors import ConfigError
@@ -48,13 +49,20 @@ def check_versions(kind: type) -> None:
 
 def check_arguments(trainer: Any) -> None:
     """Raises :class:`ConfigError` for what cannot work, or was never tried."""
-    args = trainer.args
+    args, plugin = trainer.args, getattr(trainer.accelerator.state, "fsdp_plugin", None)
     wrong = {
         "DeepSpeed": (trainer.is_deepspeed_enabled, "use stillframe.integrations.deepspeed"),
-        "FSDP": (trainer.is_fsdp_enabled, "it was not tried"),
-        "save_only_model": (args.save_only_model, "saving everything costs no time: leave it out"),
+        "FSDP1": (plugin is not None and not trainer.accelerator.is_fsdp2, 'give fsdp_config={"version": 2}'),
+        "a model that Trainer has not divided itself (tensor parallelism, DistributedConfig)": (
+            plugin is None and any(isinstance(each, DTensor) for each in trainer.model.parameters()),
+            "it was not tried",
+        ),
+        "torch_compile with FSDP": (plugin is not None and args.torch_compile, "it was not tried"),
+        "push_to_hub with SHARDED_STATE_DICT": (
+            plugin is not None and args.push_to_hub and "SHARDED" in str(plugin.state_dict_type),
+            "no weights would be uploaded: give FULL_STATE_DICT",
+        ),
         "enable_jit_checkpoint": (args.enable_jit_checkpoint, "save at every step instead: it costs no time"),
-        "auto_find_batch_size": (args.auto_find_batch_size, "it begins anew, over steps that are saved"),
         "save_on_each_node": (args.save_on_each_node, "all ranks need to see one output_dir"),
         "hub_strategy": (
             args.push_to_hub and args.hub_strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS),

@@ -8,13 +8,18 @@ import sys
 from typing import Any
 
 import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from stillframe import spi
 from stillframe.store import files
 
+OURS = "trainer"
+"""Under this name a state holds what is not a weight of the model; these have their own names."""
+
 
 class ModelPart:
-    """Of one trainer's model: all of it, or the adapter if it is one of PEFT's."""
+    """Of one trainer's model: all of it, or the adapter if it is one of PEFT's.  Rank 0 saves it."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
@@ -26,34 +31,48 @@ class ModelPart:
         return self._trainer.model
 
     @property
-    def _is_adapter(self) -> bool:
+    def is_adapter(self) -> bool:
         peft = sys.modules.get("peft")
         return peft is not None and isinstance(self._model, peft.PeftModel)
 
     @property
-    def file_name(self) -> str:
-        return "adapter_model.safetensors" if self._is_adapter else "model.safetensors"
+    def segments(self) -> tuple[str, ...]:
+        """The names that the segments of ranks 0, 1, … have in a checkpoint; those of the others have none there."""
+        return ("adapter_model.safetensors" if self.is_adapter else "model.safetensors",)
+
+    def saved(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What this rank saves: weights, by name, and what it keeps for itself.
+
+        Call it behind a fence: the copies of the time before are used again.
+        """
+        return (self.still() if self._trainer.args.process_index == 0 else {}), {}
+
+    def restore_own(self, root: str, step: int) -> None:
+        """After the weights were restored: what this rank has kept for itself."""
 
     def live(self) -> dict[str, torch.Tensor]:
         """The live tensors, by name.  Of tied weights the first: ``from_pretrained`` ties them itself."""
-        if self._is_adapter:
+        if self.is_adapter:
             named = sys.modules["peft"].get_peft_model_state_dict(self._model)
         else:
             named = self._model.state_dict(keep_vars=True)
         found: dict[Any, tuple[str, torch.Tensor]] = {}
         for name, tensor in named.items():
-            memory = tensor.data_ptr(), tensor.shape, tensor.dtype
+            # Of a DTensor this rank may hold nothing, and the ranks must find the same.
+            is_here = not isinstance(tensor, DTensor)
+            memory = (tensor.data_ptr(), tensor.shape, tensor.dtype) if is_here else id(tensor)
             found.setdefault(memory if tensor.numel() else name, (name, tensor))
         return dict(found.values())
 
     def still(self) -> dict[str, torch.Tensor]:
-        """The same, safe until the next update: forward may change what is no parameter, so that is copied.
-
-        Call it behind a fence: the copies of the time before are used again.
-        """
+        """The same, safe until the next update: forward may change what is no parameter, so that is copied."""
         live = self.live()
         parameters = {each.data_ptr() for each in self._model.parameters()}
-        others = {name: each for name, each in live.items() if each.data_ptr() not in parameters}
+        others = {
+            name: each
+            for name, each in live.items()
+            if not isinstance(each, DTensor) and each.data_ptr() not in parameters
+        }
         return {**live, **self._buffers.state(others)}
 
     def files(self) -> tuple[tuple[str, bytes], ...]:
@@ -69,11 +88,12 @@ class ModelPart:
 
     def _write(self, place: str) -> None:
         model, trainer = self._model, self._trainer
-        if self._is_adapter:
+        if self.is_adapter:
             model.peft_config[model.active_adapter].save_pretrained(place)
         elif hasattr(model, "config") and hasattr(model.config, "save_pretrained"):
             config = copy.deepcopy(model.config)
-            config.architectures = [type(model).__name__]
+            name = type(model).__name__
+            config.architectures = [name.removeprefix("FSDP") if isinstance(model, FSDPModule) else name]
             config.dtype = str(model.dtype).removeprefix("torch.")
             config.save_pretrained(place)
             if model.can_generate() and model.generation_config is not None:

@@ -8,6 +8,7 @@ import os
 import random
 import secrets
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -77,6 +78,8 @@ def train(given: dict[str, Any]) -> dict[str, Any] | None:
     batches = stillframe.Batches(DataLoader(data, BATCH, shuffle=sampler is None, sampler=sampler))
     state = stillframe.TrainState(model, optimizer, scheduler=scheduler, batches=batches)
     root = f"{wish.place}/_stillframe" if wish.kind in ("apart", "elsewhere") else None
+    if wish.kind == "nodes":
+        root = f"{wish.place}.disks/{{node}}"
     with checkpointer(state, root) as checkpoints:
         if not checkpoints.restored:  # a life before this one may have left nothing: then this is the first
             random.seed(3), numpy.random.seed(3), torch.manual_seed(3)
@@ -93,8 +96,9 @@ def train(given: dict[str, Any]) -> dict[str, Any] | None:
                 step += 1
                 if wish.delay_s:  # who is killed later must not be at the end by then
                     time.sleep(0.1)
-                if wish.kind == "talking":
+                if wish.kind in ("talking", "nodes"):
                     time.sleep(0.25)
+                if wish.kind == "talking":
                     _talk(step)
                 checkpoints.report(step, {"loss": loss.item(), "step": step})
                 if step == wish.kill_at and life.rank == life.ranks - 1 and not (notes / "killed").exists():
@@ -231,6 +235,26 @@ class TestRay(Conformance):
         assert listed(result) == directories(place) == Catalog(self.root(place)).steps()
         assert listed(result)[-1] == locate(result.checkpoint)[1] == 40
         assert result.metrics["step"] == 40
+
+    def test_with_roots_on_the_nodes_ray_hears_of_what_all_of_them_see(self, tmp_path: Path) -> None:
+        """A tier in the directory of the run.  What is on Ray's list stays there, and little else."""
+        place = tmp_path / "run"
+        wish = Wish(str(place), keep=2, steps=40, kind="nodes", kill_at=12)
+        result = fit(wish, ranks=2, failures=1)
+        more, tier = result.return_value["more"], self.root(place)
+        assert more["restored"] > 0
+        assert len(more["reported"]) > 2, "Ray had nothing to let go"
+        assert locate(result.checkpoint) == (str(tier), 40)
+        assert len(listed(result)) == 2
+        assert set(listed(result)) <= set(Catalog(tier).steps())
+        assert len(Catalog(tier).steps()) <= 4
+        for step in listed(result):
+            assert stillframe.load(tier, step, only="model")["model"]
+        assert_goes_on(Result(**result.return_value), self.calm_of(40))
+
+    def calm_of(self, steps: int) -> Result:
+        with tempfile.TemporaryDirectory() as place:
+            return Result(**fit(Wish(f"{place}/run", steps=steps), ranks=2).return_value)
 
     def test_what_ray_gives_can_be_restored_from(self, tmp_path: Path) -> None:
         """In the driver, and in the workers of a run that is started again; what a killed worker left is put right."""

@@ -42,7 +42,7 @@ def test_outside_a_worker_it_is_refused() -> None:
         ours.checkpointer({})
 
 
-@pytest.mark.parametrize("name", ["keep", "rank", "world_size", "shared"])
+@pytest.mark.parametrize("name", ["keep", "rank", "world_size"])
 def test_what_ray_says_is_not_said_twice(name: str) -> None:
     with pytest.raises(ConfigError, match=rf"checkpointer\({name}=…\): "):
         ours.checkpointer({}, **{name: 1})

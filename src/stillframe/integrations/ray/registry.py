@@ -2,10 +2,14 @@
 
 Each side deletes its own: Ray the directories that ``CheckpointConfig`` lets go, and we the steps whose directory is
 not on Ray's list any more.  Ray's controller ends if a directory on its list is gone, so no other code removes one.
+
+Where the nodes do not share the root, the steps are those of a tier.  There the keeper prunes, and what is on Ray's
+list is pinned.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from dataclasses import dataclass
@@ -35,10 +39,14 @@ class Entry:
 
 
 class Registry:
-    """Rank 0's.  Thread: one at a time.  ``removes``: whether ``CheckpointConfig`` lets any checkpoint go."""
+    """Rank 0's.  Thread: one at a time.  ``catalog``: of the root that all nodes see, or of a tier (``is_tier``).
+    ``removes``: whether ``CheckpointConfig`` lets any checkpoint go."""
 
-    def __init__(self, checkpointer: Checkpointer, catalog: Catalog, storage: Any, removes: bool) -> None:
-        self._checkpointer, self._catalog, self._storage, self._removes = checkpointer, catalog, storage, removes
+    def __init__(
+        self, checkpointer: Checkpointer, catalog: Catalog, storage: Any, *, removes: bool, is_tier: bool
+    ) -> None:
+        self._checkpointer, self._catalog, self._storage = checkpointer, catalog, storage
+        self._removes, self._is_tier = removes, is_tier
         self._registered = self._listed()
         self._last: Entry | None = None
         """What was reported last: it stays, whatever the list says of it, and is not reported again."""
@@ -66,6 +74,8 @@ class Registry:
     def next(self) -> Entry | None:
         """The newest committed step, with a directory that stands for it, if Ray has not heard of it yet.
 
+        In a tier it is pinned.  ``None`` also if it is just being removed there.
+
         Raises: :class:`StorageError`; ``OSError`` of Ray's storage.
         """
         save = self._catalog.newest()
@@ -74,6 +84,11 @@ class Registry:
         name = f"checkpoint_{save.step:012d}-e{save.epoch:04d}-{save.attempt}"
         if name in self._registered or (self._last is not None and self._last.name == name):
             return None
+        if self._is_tier:
+            try:
+                self._catalog.pin(save.step)
+            except NotFoundError:
+                return None
         files, root = self._storage.storage_filesystem, str(self._catalog.root)
         files.create_dir(self._path(name))
         checkpoint = ray.train.Checkpoint(self._path(name), files)
@@ -91,6 +106,7 @@ class Registry:
     def settle(self) -> None:
         """Block until the controller has what was reported, and has removed what it lets go; then remove those steps.
 
+        In a tier they are unpinned, and go after the next commit there.
         Raises: :class:`StorageError`, :class:`BusyError`; errors of Ray.
         """
         self._registered = self._listed()
@@ -98,7 +114,11 @@ class Registry:
             return
         stay = set(self._registered.values())
         going = [step for step in self._catalog.steps() if step < self._last.step and step not in stay]
-        if going:
+        if self._is_tier:
+            for step in going:
+                with contextlib.suppress(NotFoundError):  # it was not pinned, and is gone
+                    self._catalog.unpin(step)
+        elif going:
             spi.remove(self._checkpointer, going)
 
 

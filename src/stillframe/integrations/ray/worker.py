@@ -13,17 +13,18 @@ Controller and storage are waited for on the thread that tells of commits (:meth
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal
 
 import ray.train.collective
 from pyarrow.fs import LocalFileSystem
 
-from stillframe import Catalog, Checkpointer, Every, RestoreReport, Save, spi
+from stillframe import Catalog, Checkpointer, Every, KeepLast, RestoreReport, Save, Tier, spi
 from stillframe.errors import ConfigError, StillframeError
 from stillframe.integrations.ray.registry import ROOT, Entry, Registry
 
@@ -36,7 +37,6 @@ _SAID_BY_RAY = {
     "keep": "RunConfig(checkpoint_config=CheckpointConfig(num_to_keep=…)) says what stays",
     "rank": "Ray numbers the workers",
     "world_size": "Ray numbers the workers",
-    "shared": "all workers need to see one root; `tiers` carry it elsewhere",
 }
 
 
@@ -46,7 +46,9 @@ def checkpointer(
     """In ``train_loop_per_worker``, on every worker.  Restores the newest committed step, if there is one.
 
     root: where the checkpoints are; by default ``_stillframe`` in the directory of the run, if that is on a file
-    system.  ``every``: which steps :meth:`~RayCheckpointer.report` saves; by default each.  ``options``: of
+    system.  If it is on the nodes' own disks (``{node}``, or ``shared=False``), Ray hears of what is in the first of
+    the ``tiers``; without ``tiers``, that is ``_stillframe`` in the directory of the run.  ``keep`` is for such disks
+    only.  ``every``: which steps :meth:`~RayCheckpointer.report` saves; by default each.  ``options``: of
     :class:`stillframe.Checkpointer`.  A save that fails is logged and training goes on, unless ``on_error`` says
     otherwise.
 
@@ -63,19 +65,8 @@ class RayCheckpointer:
     def __init__(
         self, state: Any, root: str | os.PathLike[str] | None, every: Every | None, options: dict[str, Any]
     ) -> None:
-        for name, reason in _SAID_BY_RAY.items():
-            if name in options:
-                raise ConfigError(f"checkpointer({name}=…): {reason}")
-        storage, removes = _context()
-        if root is None and not isinstance(storage.storage_filesystem, LocalFileSystem):
-            kind = storage.storage_filesystem.type_name
-            raise ConfigError(
-                f"the storage_path of this run is not a directory, but of the kind {kind!r}: say where the checkpoints "
-                'are to be, as in checkpointer(state, "s3://bucket/gpt", storage_options=…)'
-            )
-        place = os.fspath(root if root is not None else f"{storage.experiment_fs_path}/{ROOT}")
-        if "{node}" in place:
-            raise ConfigError(f"root={place!r}: {_SAID_BY_RAY['shared']}")
+        storage, kept = _placed_by_ray(root, options)
+        place, self._tier, options = _places(storage, kept, root, options)
         self._state, self._every = state, every
         self._turn: Literal["idle", "called", "reported"] = "idle"
         self._entry: Entry | None = None
@@ -89,10 +80,18 @@ class RayCheckpointer:
             self._meeting = spi.meeting(self.checkpointer, "ray", ahead_s=_AHEAD_S)
             self.restored: RestoreReport = self.checkpointer.restore(state)
             if ray.train.get_context().get_world_rank() == 0:
-                catalog = Catalog(place, storage_options=options.get("storage_options"))
-                self._registry = Registry(self.checkpointer, catalog, storage, removes)
+                self._registry = Registry(
+                    self.checkpointer, self._catalog(place, options), storage,
+                    removes=kept is not None, is_tier=self._tier is not None,
+                )  # fmt: skip
                 self._call()  # the last life may have ended before it could
             self._open = stack.pop_all()
+
+    def _catalog(self, place: str, options: dict[str, Any]) -> Catalog:
+        """Of what Ray hears of: all nodes see it."""
+        if self._tier is not None:
+            return Catalog(self._tier.root, storage_options=self._tier.storage_options)
+        return Catalog(place, storage_options=options.get("storage_options"))
 
     @property
     def next_step(self) -> int:
@@ -177,11 +176,19 @@ class RayCheckpointer:
                 self.checkpointer.wait("committed")
             except StillframeError as error:
                 failed = error
+            self._wait_for_tier()
             while ray.train.collective.broadcast_from_rank_zero(self._has_more()):
                 self._report()
             ray.train.collective.barrier()  # the keepers are there while rank 0 has steps removed
             if failed is not None:
                 raise failed
+
+    def _wait_for_tier(self) -> None:
+        if self._tier is not None:
+            try:
+                self.checkpointer.wait(tier=self._tier)
+            except StillframeError as error:
+                logger.warning("Ray does not hear of what is not in %s: %s", self._tier.root, error)
 
     def _has_more(self) -> bool:
         if self._registry is None:
@@ -205,8 +212,49 @@ class RayCheckpointer:
             self._open.__exit__(kind, error, trace)  # other workers may be elsewhere: nothing is waited for with them
 
 
-def _context() -> tuple[Any, bool]:
-    """The storage of this worker's run, and whether its ``CheckpointConfig`` lets any checkpoint go."""
+def _is_shared(root: str | os.PathLike[str] | None, options: dict[str, Any]) -> bool:
+    return "{node}" not in os.fspath(root or "") and options.get("shared") is not False
+
+
+def _placed_by_ray(root: str | os.PathLike[str] | None, options: dict[str, Any]) -> tuple[Any, int | None]:
+    """What :func:`_context` returns.  Raises :class:`ConfigError` for options that Ray decides."""
+    for name, reason in _SAID_BY_RAY.items():
+        if name in options and (name != "keep" or _is_shared(root, options)):
+            raise ConfigError(f"checkpointer({name}=…): {reason}")
+    return _context()
+
+
+def _places(
+    storage: Any, kept: int | None, root: str | os.PathLike[str] | None, options: dict[str, Any]
+) -> tuple[str, Tier | None, dict[str, Any]]:
+    """The root; the tier that Ray hears of, if the nodes do not share the root; and the options of a checkpointer."""
+    if _is_shared(root, options):
+        return os.fspath(root if root is not None else _beside(storage)), None, options
+    if root is None:
+        raise ConfigError("checkpointer(shared=False): give root=…, where the checkpoints are on each node's own disk")
+    given = options.get("tiers") or [Tier(_beside(storage))]
+    if not isinstance(given, Sequence) or not isinstance(given[0], Tier):
+        raise ConfigError(f"checkpointer(tiers={given!r}): give a list of Tier(…)")
+    first, *others = given
+    if kept is not None:  # in the tier also what is on Ray's list
+        options = {"keep": KeepLast(kept), **options}
+        first = dataclasses.replace(first, keep=first.keep or KeepLast(1))
+    return os.fspath(root), first, {**options, "tiers": [first, *others]}
+
+
+def _beside(storage: Any) -> str:
+    """The place in the directory of the run.  Raises :class:`ConfigError` if that is on no file system."""
+    if isinstance(storage.storage_filesystem, LocalFileSystem):
+        return f"{storage.experiment_fs_path}/{ROOT}"
+    raise ConfigError(
+        f"the storage_path of this run is not a directory, but of the kind {storage.storage_filesystem.type_name!r}: "
+        'say where the checkpoints are to be, as in checkpointer(state, "s3://bucket/gpt", storage_options=…); or, if '
+        "the root is on the nodes' own disks, as in tiers=[stillframe.Tier(…)]"
+    )
+
+
+def _context() -> tuple[Any, int | None]:
+    """The storage of this worker's run, and how many checkpoints its ``CheckpointConfig`` keeps; ``None``: all."""
     if ray.__version__.split(".")[:2] != TESTED.split("."):
         raise ConfigError(
             f"ray {ray.__version__} was not tested with stillframe: install ray[train] {TESTED}, or use "
@@ -221,4 +269,4 @@ def _context() -> tuple[Any, bool]:
         config = get_train_context().train_run_context.run_config.checkpoint_config
     except (RuntimeError, NotImplementedError) as error:
         raise ConfigError(f"checkpointer(): call it in train_loop_per_worker, on Ray's workers ({error})") from error
-    return storage, config is not None and config.num_to_keep is not None
+    return storage, None if config is None else config.num_to_keep

@@ -5,7 +5,8 @@ at a set rate: a link to scale.  So the figures say what stillframe adds to the 
 
 1. Staging against the link: a state copied chunk by chunk by torch alone, and staged by a save; in turns.
 2. The fence: how long the host stands in it, when copies are shorter than an iteration, and when it comes at once.
-3. ``save()`` of many tensors on the device and in host memory; in turns.
+3. ``save()`` of many tensors on the device and in host memory; in turns.  Then what it has to ask torch for on a device
+   and need not on the host, on both alone: a storage of each tensor, and a row of all that is captured.
 4. How often the interpreter is taken for a chunk: beside a loop that never lets go of it by itself, each time costs one
    switch interval.
 """
@@ -101,6 +102,8 @@ def _fences(turns: int) -> list[str]:
 def _saves(turns: int) -> list[str]:
     """Time of the training thread alone: others would be counted with it on a busy machine."""
     states: dict[str, Any] = {}
+    lazy: dict[str, list[torch.Tensor]] = {}
+    small: dict[str, list[torch.Tensor]] = {}
     for device in ("cpu", "queued"):
         model = torch.nn.ModuleList(torch.nn.Linear(24, 24) for _ in range(_TENSORS)).to(device)
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
@@ -108,16 +111,41 @@ def _saves(turns: int) -> list[str]:
             parameter.grad = torch.zeros_like(parameter)
         optimizer.step()
         states[device] = {"model": model, "optimizer": optimizer}
+        moments = [tensor for each in optimizer.state.values() for tensor in each.values()]
+        lazy[device] = [*model.parameters(), *(each for each in moments if each.dim())]
+        small[device] = [each for each in moments if not each.dim()]
     took: dict[str, list[float]] = {device: [] for device in states}
+    taken: dict[str, list[float]] = {device: [] for device in states}
+    stacked: dict[str, list[float]] = {device: [] for device in states}
     with _checkpointer() as on_host, _checkpointer() as on_device:
         for turn in range(4 * turns + 2):
-            for name, checkpointer in (("cpu", on_host), ("queued", on_device)):
+            both = [("cpu", on_host), ("queued", on_device)]
+            for name, checkpointer in reversed(both) if turn % 2 else both:
                 began = time.thread_time()
                 save = checkpointer.save(turn, states[name])
                 took[name].append(1e3 * (time.thread_time() - began))
                 save.wait()
-    count = 8 * _TENSORS
-    return [f"save() of {count} tensors, {name}: {_said(times[2:], '.1f')} ms of CPU" for name, times in took.items()]
+                began = time.thread_time()
+                storages = list(map(torch.Tensor.untyped_storage, lazy[name]))
+                taken[name].append(1e3 * (time.thread_time() - began))
+                del storages
+                began = time.thread_time()
+                torch.stack(small[name])
+                stacked[name].append(1e3 * (time.thread_time() - began))
+    rows = {
+        f"save() of {8 * _TENSORS} tensors": took,
+        f"alone: storages of {len(lazy['cpu'])}": taken,
+        f"alone: stack of {len(small['cpu'])}": stacked,
+    }
+    ratios = [device_ms / host_ms for host_ms, device_ms in zip(took["cpu"], took["queued"], strict=True)]
+    return [
+        *(
+            f"{what}, {name}: {_said(times[2:], '.1f')} ms of CPU"
+            for what, by_device in rows.items()
+            for name, times in by_device.items()
+        ),
+        f"save() of the device against the host's in the same turn: {_said(ratios[2:], '.2f')}",
+    ]
 
 
 def _takes(turns: int) -> str:

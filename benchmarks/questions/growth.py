@@ -20,7 +20,7 @@ class Growth(Question):
     title = "Growth: what save() and the commit cost as things get larger"
     asks = (
         "stillframe alone. save() of more tensors (64 MiB; with AdamW, each weight brings three more) and "
-        "of more bytes (96 tensors), not counting the first, which plans and is shown by itself. The commit: from the last rank's seal to the "
+        "of more bytes (96 tensors), not counting the first, which plans (it is shown by itself where it was measured). The commit: from the last rank's seal to the "
         "manifest, with so many real keepers in one directory on this machine; and rank 0's own work to take and check so "
         "many real seals, the last of which comes late. The lines are least squares through the medians, a + b·n."
     )
@@ -116,11 +116,13 @@ def count_of(outcome: Outcome) -> float:
 
 
 def points(outcomes: Sequence[Outcome], where: Any, name: str) -> Points:
+    """Of results that are older than the figure: none."""
     found: dict[float, list[float]] = {}
     for outcome in outcomes:
-        value = outcome.figures[name]
+        value = outcome.figures.get(name, [])
         samples = value if isinstance(value, list) else [value]
-        found.setdefault(where(outcome), []).extend(each * 1e3 for each in samples)
+        if samples:
+            found.setdefault(where(outcome), []).extend(each * 1e3 for each in samples)
     return sorted(found.items())
 
 

@@ -48,18 +48,12 @@ class InMemory(System):
 
 
 class Torn(InMemory):
-    """Copies in the background, without a fence, half of it after the next update."""
+    """Copies without a fence, half of it after the next update."""
 
     def save(self, step: int) -> None:
+        for before in list(self.saved)[-1:]:
+            self.saved[before]["optimizer"] = map_tensors(self.state["optimizer"], torch.clone)
         super().save(step)
-        self.late = threading.Timer(0.02, self.copy_late, [step])
-        self.late.start()
-
-    def copy_late(self, step: int) -> None:
-        self.saved[step]["optimizer"] = map_tensors(self.state["optimizer"], torch.clone)
-
-    def finish(self) -> None:
-        self.late.join()
 
 
 class Forgetful(InMemory):
@@ -113,7 +107,7 @@ def test_a_run_that_hangs_is_ended_and_reported(harness: Harness) -> None:
     began = time.monotonic()
     outcome = harness.run(case)
     assert outcome.error == "hangs: no result within 6 s"
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 200  # and not for the thousand seconds that it would take
     assert not list(harness.root.iterdir())
 
 
@@ -216,6 +210,16 @@ def test_a_report_comes_out_of_one_point_of_growth(tmp_path: Path) -> None:
     write_report(tmp_path)
     assert "100: 2 (1–3)" in (tmp_path / "BENCHMARKS.md").read_text()
     assert (tmp_path / "growth.png").exists()
+
+
+def test_the_report_that_is_kept_is_what_its_results_give() -> None:
+    """Also where they are older than a question."""
+    from benchmarks.report import read_results, text
+
+    docs = Path(__file__).parents[2] / "docs"
+    assert (
+        text(read_results(docs / "bench"), docs / "bench", QUESTIONS, "bench") == (docs / "BENCHMARKS.md").read_text()
+    )
 
 
 def stalled(system: str, *blocked_ms: float, is_right: bool = True) -> Outcome:

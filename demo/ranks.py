@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import os
 import random
-import shutil
 import signal
 import statistics
 import sys
@@ -153,19 +152,8 @@ def write(model: GPT) -> str:
 def compare_ranks(console: Console, alone: Record, killed: Killed) -> bool:
     """A's last state on each rank with B's last checkpoint, and the losses on the way; tells whether all agree."""
     saved = fingerprint({f"rank {rank}": stillframe.load(_ROOT, _STEPS, rank=rank) for rank in range(_RANKS)})
-    wrong = show.differences(alone.fingerprint, saved)
-    losses = {step.step: step.loss for step in alone.steps}
-    wrong += [f"the loss of step {step.step}" for step in killed.steps if step.loss != losses[step.step]]
-    if wrong:
-        console.print(f"[bold red]A and B differ[/] in {len(wrong)} places:", *wrong[:10], sep="\n  ")
-        return False
-    moments = sum(path.startswith("rank 0/optimizer/") and leaf.startswith("tensor") for path, leaf in saved.items())
-    console.print(
-        f"[bold green]A = B, bit for bit[/]: {alone.started.parameters / 1e6:.1f} M parameters, {moments} optimizer "
-        "tensors, scheduler,\ndata position, each rank's random number generators, and the loss of every step",
-        highlight=False,
-    )
-    return True
+    wrong = show.differences(alone.fingerprint, saved) + show.wrong_losses(alone, killed.steps)
+    return show.verdict(console, ["A", "B"], alone, wrong)
 
 
 def compare_one(console: Console, alone: Record, one: Restored) -> bool:
@@ -175,8 +163,7 @@ def compare_one(console: Console, alone: Record, one: Restored) -> bool:
     if one.unseen_loss != alone.unseen_loss:
         wrong.append(f"the loss on unseen text: {alone.unseen_loss} and {one.unseen_loss}")
     if wrong:
-        console.print(f"[bold red]A and C differ[/] in {len(wrong)} places:", *wrong[:10], sep="\n  ")
-        return False
+        return show.verdict(console, ["A", "C"], alone, wrong)
     console.print(
         "[bold green]A = C, bit for bit[/]: the same state, whole, in one process; its loss on\n"
         f"unseen text is {one.unseen_loss:.9g}, the same to the last bit, and it writes:",
@@ -186,7 +173,7 @@ def compare_one(console: Console, alone: Record, one: Restored) -> bool:
     return True
 
 
-def table(alone: Record, killed: Killed, one: Restored) -> Table:
+def table(killed: Killed, one: Restored) -> Table:
     """The figures."""
     record = killed.record
     commits_s = [save.times.committed_s - save.times.requested_s for save in record.saves if save.times.committed_s]
@@ -199,10 +186,6 @@ def table(alone: Record, killed: Killed, one: Restored) -> Table:
     rows.add_column(style="bold", no_wrap=True)
     rows.add_column(justify="right", no_wrap=True)
     rows.add_column()
-    plain_s, saving_s = (statistics.median(step.seconds for step in steps) for steps in (alone.steps, killed.steps))
-    rows.add_row(
-        "time of a step, median", show.ms(saving_s), f"{show.ms(plain_s)} without saving; the keepers share the cores"
-    )
     rows.add_row("blocked per save, median", show.ms(blocked_s), "in save() and at the fence, on rank 0")
     rows.add_row("time to commit, median", show.ms(statistics.median(commits_s)), "until it is durable on every rank")
     each = " + ".join(map(format_bytes, segments))
@@ -215,9 +198,6 @@ def table(alone: Record, killed: Killed, one: Restored) -> Table:
 
 
 def demo(console: Console) -> int:
-    if _HOME.exists():
-        shutil.rmtree(_HOME)
-    _HOME.mkdir(parents=True)
     console.print(f"a GPT sharded over {_RANKS} ranks with FSDP2, under torchrun", highlight=False)
     alone = run_alone(console)
     killed = run_killed(console)
@@ -231,9 +211,9 @@ def demo(console: Console) -> int:
     console.print("C  restored on 1 rank  a plain model in this process, no shards\n", highlight=False)
     is_equal = all([compare_ranks(console, alone, killed), compare_one(console, alone, one)])
     console.print()
-    console.print(table(alone, killed, one))
+    console.print(table(killed, one))
     return 0 if is_equal else 1
 
 
 if __name__ == "__main__":
-    sys.exit(run_demo(demo))
+    sys.exit(run_demo(demo, _HOME, _ROOT))

@@ -15,9 +15,10 @@ import os
 import random
 import sys
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
+from typing import TypeAlias
 
-import msgspec
 import numpy
 import torch
 import torch.distributed as dist
@@ -26,6 +27,7 @@ from torch.distributed.fsdp import fully_shard
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a script, from anywhere
 
+from demo import options
 from demo.gpt import GPT, Sizes
 from demo.record import Record, Saved, Started, Step, fingerprint
 from demo.text import Text
@@ -35,9 +37,10 @@ import stillframe
 from stillframe import spi
 
 SIZES = Sizes(context=64, width=128, heads=4, layers=3)
-_ROWS = 8
+ROWS = 8
 _SEED = 1234
 _UNSEEN_SEED = 8
+Make: TypeAlias = "Callable[[argparse.Namespace], stillframe.Checkpointer]"
 
 
 def make_state(steps: int, rank: int = 0, mesh: DeviceMesh | None = None) -> stillframe.TrainState:
@@ -63,7 +66,7 @@ def _seed(seed: int) -> None:
 
 def unseen_loss(model: torch.nn.Module) -> float:
     """On text that nobody trains on; the same on every rank."""
-    inputs, targets = Text(_ROWS, SIZES.context, 10_000, _UNSEEN_SEED).batch({"position": 0, "rounds": 0})
+    inputs, targets = Text(ROWS, SIZES.context, 10_000, _UNSEEN_SEED).batch({"position": 0, "rounds": 0})
     model.eval()
     with torch.no_grad():
         loss: torch.Tensor = model(inputs, targets)
@@ -76,6 +79,13 @@ def rank_fingerprint(rank: int, state: stillframe.TrainState) -> dict[str, str]:
     return fingerprint({f"rank {rank}": parts})
 
 
+def of_all_ranks(own: dict[str, str]) -> dict[str, str]:
+    """The fingerprints of all ranks together, on every rank."""
+    found: list[dict[str, str]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(found, own)
+    return {path: leaf for each in found for path, leaf in each.items()}
+
+
 def train(make: Callable[[], stillframe.Checkpointer] | None, steps: int) -> Record:
     """Train up to ``steps``, saving with what ``make`` makes.  Tells the same record on every rank."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -83,7 +93,7 @@ def train(make: Callable[[], stillframe.Checkpointer] | None, steps: int) -> Rec
     model, optimizer = state.model, state.optimizer
     scheduler, data = state.more["scheduler"], state.more["data"]
     assert optimizer is not None
-    text = Text(_ROWS * world_size, SIZES.context)
+    text = Text(ROWS * world_size, SIZES.context)
     told: list[Step] = []
     saves: list[stillframe.Save] = []
 
@@ -126,29 +136,23 @@ def train(make: Callable[[], stillframe.Checkpointer] | None, steps: int) -> Rec
                 tell(told[-1])
 
     saved = [Saved(save.step, save.progress.total_bytes, save.times) for save in saves]
-    fingerprints: list[dict[str, str]] = [{}] * world_size
-    dist.all_gather_object(fingerprints, rank_fingerprint(rank, state))
-    together = {path: leaf for each in fingerprints for path, leaf in each.items()}
-    return Record(started, told, saved, together, unseen_loss(model))
+    return Record(started, told, saved, of_all_ranks(rank_fingerprint(rank, state)), unseen_loss(model))
+
+
+def run_rank(parser: argparse.ArgumentParser, make: Make, timeout: timedelta | None = None) -> None:
+    """What every training script on ranks does: with ``make``, a checkpointer for the options that were given."""
+    given = parser.parse_args()
+    torch.set_num_threads(1)  # the ranks share the cores; and the same number everywhere, for the same order of sums
+    dist.init_process_group("gloo", timeout=timeout)
+    record = train(None if given.no_save else lambda: make(given), given.steps)
+    if dist.get_rank() == 0:
+        options.write(given, record)
+    dist.destroy_process_group()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Train a small GPT on several ranks with a checkpoint at every step.")
-    parser.add_argument("--root", type=Path, required=True, help="directory of the checkpoints")
-    parser.add_argument("--steps", type=int, required=True, help="train up to this step")
-    parser.add_argument("--no-save", action="store_true", help="save nothing and restore nothing, for comparison")
-    parser.add_argument("--record", type=Path, help="write timings and the fingerprint of the final state here")
-    given = parser.parse_args()
-    torch.set_num_threads(1)  # the ranks share the cores; and the same number everywhere, for the same order of sums
-    dist.init_process_group("gloo")
-
-    def make() -> stillframe.Checkpointer:
-        return stillframe.Checkpointer(given.root, keep=stillframe.KeepLast(3))
-
-    record = train(None if given.no_save else make, given.steps)
-    if given.record is not None and dist.get_rank() == 0:
-        given.record.write_bytes(msgspec.json.encode(record))
-    dist.destroy_process_group()
+    parser = options.parser("Train a small GPT on several ranks with a checkpoint at every step.")
+    run_rank(parser, lambda given: stillframe.Checkpointer(given.root, keep=stillframe.KeepLast(3)))
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from types import TracebackType
 
 from demo.record import Record, Started, Step
+from demo.turns import Overhead
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
@@ -17,8 +18,9 @@ from stillframe.units import format_bytes
 
 _EVERY = 10
 """Without a terminal, one line for so many steps, and one for the last."""
-_QUIET_CORES = 0.15
-"""If other programs used more, the difference of two runs says nothing of what saving costs."""
+_QUIET_CORES = 0.5
+"""If other programs used more, that is told beside the overhead."""
+_MOST_DIFFERENCES = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,16 +37,12 @@ class Kill:
         return self.last_step - self.resumed_step
 
 
-class Pace:
-    """How long the steps of a run took."""
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What saving costs, and how many cores other programs used while that was measured."""
 
-    def __init__(self, steps: Sequence[Step]) -> None:
-        seconds = [step.seconds for step in steps]
-        self._low_s, self.median_s, self._high_s = statistics.quantiles(seconds, n=4)
-
-    @property
-    def spread(self) -> str:
-        return f"{self._low_s * 1e3:.0f}–{self._high_s * 1e3:.0f} ms"
+    overhead: Overhead
+    other_cores: float
 
 
 class Bar:
@@ -80,17 +78,15 @@ class Bar:
         self._progress.stop()
 
 
-def table(alone: Record, saving: Sequence[Step], resumed: Record, kill: Kill, others: float) -> Table:
+def table(alone: Record, saving: Sequence[Step], resumed: Record, kill: Kill, cost: Cost) -> Table:
     """The figures.
 
-    ``saving`` are the steps of both parts of the run with saves, ``resumed`` is its second part; ``others`` is how
-    many cores other programs used during ``alone`` or ``resumed``, whichever was more.
+    ``saving`` are the steps of both parts of the run with saves, ``resumed`` is its second part.
     """
     blocked_s = statistics.median(step.blocked_s for step in saving)
     worst = max(saving, key=lambda step: step.blocked_s)
     is_first = worst.step in (1, resumed.steps[0].step)
     commits_s = [save.times.committed_s - save.times.requested_s for save in resumed.saves if save.times.committed_s]
-    without, within = Pace(alone.steps), Pace(resumed.steps)
     cores = len(os.sched_getaffinity(0))
 
     rows = Table(title="a checkpoint at every step", title_justify="left", show_header=False, pad_edge=False)
@@ -104,12 +100,13 @@ def table(alone: Record, saving: Sequence[Step], resumed: Record, kill: Kill, ot
     rows.add_row("time to commit, median", ms(statistics.median(commits_s)), "from save() until it is durable")
     rows.add_row("size of a checkpoint", format_bytes(resumed.saves[-1].bytes), "parameters, AdamW and the rest")
     rows.add_section()
-    rows.add_row("a step without saving", ms(without.median_s), f"median; half took {without.spread}")
-    rows.add_row("a step with saving", ms(within.median_s), f"median; half took {within.spread}")
-    if others <= _QUIET_CORES:
-        rows.add_row("overhead", f"{within.median_s / without.median_s - 1:+.1%}", "of the medians")
-    else:
-        rows.add_row("overhead", "unclear", f"other programs used {others:.1f} cores")
+    overhead = cost.overhead
+    if overhead.is_clear:
+        rows.add_row("a step without saving", ms(overhead.plain_s), "in turns with the next")
+        rows.add_row("a step with saving", ms(overhead.saving_s), "until the last of its turn is durable")
+    busy = f"; other programs used {cost.other_cores:.1f} cores" if cost.other_cores > _QUIET_CORES else ""
+    found = f"{overhead.median:+.1%}" if overhead.is_clear else "unclear"
+    rows.add_row("overhead, median", found, f"{overhead.spread}{busy}")
     rows.add_section()
     rows.add_row("finished steps lost", str(kill.lost_steps), f"killed in step {kill.last_step + 1}")
     rows.add_row("time to restore", ms(kill.restore_s), "read, verified, in place")
@@ -124,6 +121,31 @@ def table(alone: Record, saving: Sequence[Step], resumed: Record, kill: Kill, ot
 def differences(left: dict[str, str], right: dict[str, str]) -> list[str]:
     """The paths where two fingerprints are not the same."""
     return [path for path in dict.fromkeys([*left, *right]) if left.get(path) != right.get(path)]
+
+
+def wrong_losses(alone: Record, steps: Sequence[Step]) -> list[str]:
+    """The steps whose loss is not that of the run left alone."""
+    losses = {step.step: step.loss for step in alone.steps}
+    return [f"the loss of step {step.step}" for step in steps if step.loss != losses[step.step]]
+
+
+def verdict(console: Console, runs: Sequence[str], alone: Record, wrong: Sequence[str]) -> bool:
+    """Tells whether the runs ended with the same bits; ``wrong`` names the places where they did not."""
+    if wrong:
+        console.print(f"[bold red]{', '.join(runs)} differ[/] in {len(wrong)} places:")
+        console.print(*wrong[:_MOST_DIFFERENCES], sep="\n", markup=False, highlight=False)
+        return False
+    state = alone.fingerprint
+    is_ranked = any(path.startswith("rank 0/") for path in state)
+    beginning = "rank 0/optimizer/" if is_ranked else "optimizer/"
+    moments = sum(path.startswith(beginning) and leaf.startswith("tensor") for path, leaf in state.items())
+    whose = "each rank's " if is_ranked else ""
+    console.print(
+        f"[bold green]{' = '.join(runs)}, bit for bit[/]: {alone.started.parameters / 1e6:.1f} M parameters, {moments} "
+        f"optimizer tensors, scheduler,\ndata position, {whose}random number generators, and the loss of every step",
+        highlight=False,
+    )
+    return True
 
 
 def ms(seconds: float) -> str:

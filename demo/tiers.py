@@ -200,30 +200,14 @@ def lose(console: Console, *directories: Path) -> None:
 
 def compare(console: Console, alone: Record, steps: Sequence[Step], others: dict[str, Record]) -> bool:
     """The last states, and the losses on the way."""
-    losses = {step.step: step.loss for step in alone.steps}
-    wrong = [f"B: the loss of step {step.step}" for step in steps if step.loss != losses[step.step]]
+    wrong = [f"B: {each}" for each in show.wrong_losses(alone, steps)]
     for name, record in others.items():
-        wrong += [f"{name}: {path}" for path in show.differences(alone.fingerprint, record.fingerprint)]
-        wrong += [f"{name}: the loss of step {step.step}" for step in record.steps if step.loss != losses[step.step]]
-    if wrong:
-        console.print(f"[bold red]not the same as A[/] in {len(wrong)} places:", *wrong[:10], sep="\n  ")
-        return False
-    moments = sum(
-        path.startswith("rank 0/optimizer/") and leaf.startswith("tensor") for path, leaf in alone.fingerprint.items()
-    )
-    console.print(
-        f"[bold green]A = {' = '.join(others)}, bit for bit[/]: {alone.started.parameters / 1e6:.1f} M parameters, "
-        f"{moments} optimizer tensors, scheduler,\ndata position, each rank's random number generators, and the loss "
-        "of every step",
-        highlight=False,
-    )
-    return True
+        found = show.differences(alone.fingerprint, record.fingerprint) + show.wrong_losses(alone, record.steps)
+        wrong += [f"{name}: {each}" for each in found]
+    return show.verdict(console, ["A", *others], alone, wrong)
 
 
 def demo(console: Console, store: ObjectStore) -> int:
-    if _HOME.exists():
-        shutil.rmtree(_HOME)
-    _HOME.mkdir(parents=True)
     console.print(
         f"a GPT sharded over {_RANKS} ranks with FSDP2; a checkpoint at every step\n"
         f"   node0, node1   a disk of each rank's own: the last {KEPT} steps that both have\n"
@@ -268,12 +252,9 @@ def object_store() -> Iterator[ObjectStore]:
 def main(console: Console) -> int:
     for number in (signal.SIGTERM, signal.SIGHUP):  # the server must not be left behind
         signal.signal(number, lambda number, _: sys.exit(128 + number))
-    began_s = time.monotonic()
     with object_store() as store:
-        code = demo(console, store)
-    console.print(f"in {time.monotonic() - began_s:.0f} s", highlight=False)
-    return code
+        return demo(console, store)
 
 
 if __name__ == "__main__":
-    sys.exit(run_demo(main))
+    sys.exit(run_demo(main, _HOME, node(0), _SHARED))

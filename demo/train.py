@@ -1,6 +1,6 @@
 """A training script as anybody would write it, with a checkpoint at every step.
 
-    python demo/train.py --root DIR --steps N [--no-save] [--record FILE]
+    python demo/train.py --root DIR --steps N [--no-save | --turns] [--record FILE]
 
 Started again on the same root, it goes on from the newest checkpoint.  Prints one JSON line at its start and
 one for every step; :mod:`demo.record` says what is in them.
@@ -8,7 +8,6 @@ one for every step; :mod:`demo.record` says what is in them.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import random
@@ -23,6 +22,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a script, from anywhere
 
+from demo import options, turns
 from demo.gpt import GPT, Sizes
 from demo.record import Record, Saved, Started, Step, fingerprint
 from demo.text import Text
@@ -66,8 +66,8 @@ def make_state(steps: int, sizes: Sizes) -> dict[str, Any]:
     }
 
 
-def train(root: Path | None, steps: int) -> Record:
-    """Train up to ``steps``, saving to ``root`` if there is one."""
+def train(root: Path | None, steps: int, in_turns: bool = False) -> Record:
+    """Train up to ``steps``, saving to ``root`` if there is one: at every step, or ``in_turns`` with not saving."""
     torch.set_num_threads(min(_MAX_THREADS, len(os.sched_getaffinity(0))))
     sizes = Sizes()
     state = make_state(steps, sizes)
@@ -100,8 +100,10 @@ def train(root: Path | None, steps: int) -> Record:
             scheduler.step()
             fence_s = checkpointer.stats().blocked_fence_s - fenced_s if checkpointer else 0.0
             update_s = watch.lap() - fence_s
-            if checkpointer:
+            if checkpointer and (not in_turns or turns.is_saving(step)):
                 saves.append(checkpointer.save(step, state))
+                if in_turns and turns.is_last(step):
+                    checkpointer.wait()  # the next turn, without saves, must not pay for it
             save_s = watch.lap()
             told.append(Step(step, loss.item(), watch.begun_s, forward_s, backward_s, fence_s, update_s, save_s))
             tell(told[-1])
@@ -116,15 +118,10 @@ def tell(line: Started | Step) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Train a small GPT with a checkpoint at every step.")
-    parser.add_argument("--root", type=Path, required=True, help="directory of the checkpoints")
-    parser.add_argument("--steps", type=int, required=True, help="train up to this step")
-    parser.add_argument("--no-save", action="store_true", help="save nothing and restore nothing, for comparison")
-    parser.add_argument("--record", type=Path, help="write timings and the fingerprint of the final state here")
+    parser = options.parser("Train a small GPT with a checkpoint at every step.")
+    parser.add_argument("--turns", action="store_true", help="a few steps with saves, a few without, in turns")
     given = parser.parse_args()
-    record = train(None if given.no_save else given.root, given.steps)
-    if given.record is not None:
-        given.record.write_bytes(msgspec.json.encode(record))
+    options.write(given, train(None if given.no_save else given.root, given.steps, given.turns))
 
 
 if __name__ == "__main__":

@@ -7,8 +7,10 @@ which then ends the child.
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -34,17 +36,26 @@ class TrainerFailed(Exception):
     """It ended by itself, and badly."""
 
 
-def run_demo(demo: Callable[[Console], int]) -> int:
-    """Show it on the terminal.  Returns the exit code."""
+def run_demo(demo: Callable[[Console], int], home: Path, *roots: Path) -> int:
+    """Empty ``home``, show the demo on the terminal, say how to look at ``roots``.  Returns the exit code."""
     console = Console()
+    began_s = time.monotonic()
     try:
-        return demo(console)
+        if home.exists():
+            shutil.rmtree(home)
+        home.mkdir(parents=True)
+        code = demo(console)
     except KeyboardInterrupt:
         console.print("\nstopped; the training processes are ended")
         return 130
     except TrainerFailed as error:
         console.print("[bold red]failed[/]:", escape(str(error)), soft_wrap=True, highlight=False)
         return 1
+    command = os.path.relpath(Path(sys.executable).parent / "stillframe")
+    for root in filter(Path.exists, roots):
+        console.print(f"look at it: {command} list {os.path.relpath(root)}", highlight=False, soft_wrap=True)
+    console.print(f"in {time.monotonic() - began_s:.0f} s; all files are in {os.path.relpath(home)}", highlight=False)
+    return code
 
 
 class Trainer:

@@ -49,7 +49,7 @@ def _entry(name: str) -> str:
 
 def _class(name: str, kind: type) -> str:
     made = "" if name in _RETURNED else _signature(name, kind)
-    fields = [] if made else _fields(kind)
+    fields = [*([] if made else _fields(kind)), *_attributes(kind)]
     methods = []
     for each, member in vars(kind).items():
         if each.startswith("_") or each not in _SHOWN.get(name, vars(kind)):
@@ -126,6 +126,25 @@ def _fields(kind: type) -> list[str]:
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.target.id[0] != "_":
             text = after.value.value if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) else ""
             rows.append(_row(node.target.id, ast.unparse(node.annotation), str(text)))
+    return rows
+
+
+def _attributes(kind: type) -> list[str]:
+    """Those that ``__init__`` makes and that have a text, which follows them in the source."""
+    if not inspect.isfunction(vars(kind).get("__init__")) or hasattr(kind, "__dataclass_fields__"):
+        return []
+    (made,) = ast.parse(textwrap.dedent(inspect.getsource(vars(kind)["__init__"]))).body
+    assert isinstance(made, ast.FunctionDef)
+    kinds = {each.arg: ast.unparse(each.annotation) for each in made.args.args if each.annotation is not None}
+    rows = []
+    for node, after in zip(made.body, [*made.body[1:], ast.Pass()], strict=True):
+        target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
+        text = after.value.value if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) else None
+        if isinstance(target, ast.Attribute) and target.attr[0] != "_" and text is not None:
+            value = getattr(node, "value", None)
+            given = kinds.get(target.attr) or type(getattr(value, "value", None)).__name__
+            kind_text = ast.unparse(node.annotation) if isinstance(node, ast.AnnAssign) else given
+            rows.append(_row(target.attr, kind_text, str(text)))
     return rows
 
 

@@ -26,6 +26,25 @@ def test_an_example_goes_on_when_it_is_run_again(name: str, tmp_path: Path) -> N
         assert stillframe.Catalog(tmp_path / "runs" / name).latest() == steps[-1]
 
 
+def test_tiers_go_on_when_the_local_disk_is_lost(tmp_path: Path) -> None:
+    for options, says, steps in (([], "starts anew", range(22)), (["--lost"], "step 20 in", range(21, 43))):
+        ran = subprocess.run(
+            [sys.executable, EXAMPLES / "tiers.py", *options], cwd=tmp_path, capture_output=True, text=True, timeout=100
+        )
+        assert ran.returncode == 0, ran.stderr
+        first, *lines, last = ran.stdout.splitlines()
+        assert says in first
+        assert [int(line.split()[1]) for line in lines] == list(steps)
+        assert "committed" in last
+    assert stillframe.Catalog(tmp_path / "runs/tiers/shared").steps() == [35, 40]
+
+
+@pytest.mark.parametrize("example", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
+def test_an_example_is_short(example: Path) -> None:
+    limit = 120 if example.name == "read_without_stillframe.py" else 80  # that one is a whole reader
+    assert len(example.read_text().splitlines()) <= limit
+
+
 def test_lora_saves_the_adapters_only(tmp_path: Path) -> None:
     subprocess.run([sys.executable, EXAMPLES / "lora.py"], cwd=tmp_path, check=True, capture_output=True, timeout=100)
     saved = stillframe.load(tmp_path / "runs/lora")["adapters"]

@@ -263,7 +263,7 @@ def test_nothing_reads_pickle() -> None:
             module
         )
     for path in SOURCE.rglob("*.py"):
-        asks = "if not allow_pickle:" in path.read_text()
+        asks = "if advice is not None:" in path.read_text()  # how to allow pickle, where it is not
         assert "pickle.load" not in path.read_text() or (path.name == "pickled.py" and asks), path
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load":

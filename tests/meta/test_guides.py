@@ -121,6 +121,11 @@ def test_without_its_fence_the_update_by_hand_is_refused() -> None:
         })  # fmt: skip
 
 
+def test_the_job_file_of_the_guide_is_the_one_that_is_run() -> None:
+    guide = (REPOSITORY / "docs/guides/slurm.md").read_text()
+    assert f"```bash\n{(REPOSITORY / 'examples/slurm_preemption.sbatch').read_text()}```" in guide
+
+
 def test_a_job_under_slurm_asks_to_be_started_again() -> None:
     (code,) = blocks_of("docs/guides/slurm.md")
     scope = names(make_model(), 1000)

@@ -137,9 +137,9 @@ def test_the_public_names_are_what_we_think() -> None:
         "is_tensor",
         "is_wrapper",
         "issue",
-        "join",
         "keeper_pid",
         "load_rank",
+        "load_save",
         "mapped",
         "meeting",
         "read_alias",
@@ -152,6 +152,7 @@ def test_the_public_names_are_what_we_think() -> None:
         "tensors_in",
         "versions_of",
         "wait_finished",
+        "when_over",
         "withdraw",
     ]
     for module in (stillframe, spi):

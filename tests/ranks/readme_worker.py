@@ -23,7 +23,7 @@ def blocks(document: str) -> list[str]:
 def names(step: int) -> dict[str, Any]:
     return {
         "torch": torch, "stillframe": stillframe, "fully_shard": fully_shard, "step": step, "steps": 3 * step,
-        "model": torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)), "loader_state": {"position": step},
+        "model": torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)), "batches": {"position": step},
         "progress": {"tokens": 0}, "next_batch": lambda _step: torch.randn(2, 8),
     }  # fmt: skip
 

@@ -73,14 +73,14 @@ def moves() -> dict[str, Callable[[Training], None]]:
 
 def linger_when_staged(checkpointer: Checkpointer) -> Latch:
     """Whoever says that a save is staged does nothing more until this is unlocked."""
-    go_on, saves = Latch(), checkpointer._stager._saves  # type: ignore[union-attr]
+    go_on, saves = Latch(), checkpointer._stager._saves
     say = saves.staged
 
     def linger(*arguments: Any) -> None:
         say(*arguments)
         go_on.wait(WAIT_S)
 
-    saves.staged = linger  # type: ignore[method-assign]
+    saves.staged = linger  # type: ignore[assignment,method-assign]
     return go_on
 
 

@@ -56,9 +56,24 @@ def test_a_rank_that_has_not_failed_raises_an_error_of_the_same_kind(
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(dist, "all_gather_object", gathered)
+    monkeypatch.setattr(dist, "get_backend_config", lambda: "cpu:gloo,cuda:nccl")
+    monkeypatch.setattr(dist, "all_reduce", lambda flag, _: flag.fill_(1))  # some rank has failed
     with pytest.raises(type(error), match=re.escape(str(error))):
         here(failing)
     text = re.escape(f"rank 1 could not load: {type(error).__name__}: {error}")
     with pytest.raises(kind, match=f"^{text}$") as found:
         together(lambda: 1, "load")
     assert type(found.value) is kind
+    with pytest.raises(kind, match=f"^{text}$"):
+        here(lambda: 1, "load")
+
+
+def test_while_nothing_fails_the_ranks_compare_one_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gathering objects takes several collectives, and on each rank as much memory as there are ranks."""
+    compared: list[int] = []
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_backend_config", lambda: "cpu:gloo")
+    monkeypatch.setattr(dist, "all_reduce", lambda flag, _: compared.extend(flag.tolist()))
+    monkeypatch.setattr(dist, "all_gather_object", lambda *_: pytest.fail("an object was gathered"))
+    assert here(lambda: "mine") == "mine"
+    assert compared == [0]

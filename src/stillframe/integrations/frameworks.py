@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from stillframe.errors import ConfigError, StillframeError, StorageError, from_record, text_of, to_record
@@ -93,7 +94,31 @@ def _kind_of(error: Exception) -> str:
 
 
 def here(work: Callable[[], _T], doing: str = "save") -> _T:
-    """What it returns on this rank; raises on all ranks if it fails on one.  A collective."""
+    """What it returns on this rank; raises on all ranks if it fails on one, as :func:`together` does.  A collective.
+
+    While nothing fails it is one number that the ranks compare, however many they are.
+    """
+    own: Exception | None = None
     found: list[_T] = []
-    together(lambda: found.append(work()), doing)
+    try:
+        found.append(work())
+    except Exception as error:
+        own = error
+
+    def failed() -> None:
+        if own is not None:
+            raise own
+
+    if dist.is_available() and dist.is_initialized() and not _is_any(own is not None):
+        return found[0]
+    together(failed, doing)
     return found[0]
+
+
+def _is_any(is_so: bool) -> bool:
+    """Whether it is so on any rank.  A collective."""
+    on_host = "cpu" in dist.get_backend_config()
+    device = "cpu" if on_host else torch.accelerator.current_accelerator()
+    flag = torch.tensor([int(is_so)], dtype=torch.int32, device=device)
+    dist.all_reduce(flag, dist.ReduceOp.MAX)
+    return bool(flag.item())

@@ -3,8 +3,8 @@
 ``SHARDED_STATE_DICT``: each rank its part, in place.  No file holds a whole tensor then, so ``checkpoint-N`` has no
 weights that ``from_pretrained`` opens, as with Trainer alone; ``stillframe export`` writes them.
 
-``FULL_STATE_DICT``: each weight is made whole at every save, by collectives while training waits, and one rank saves
-it.  So the ranks' segments are the files of a model as Hugging Face divides it, with an index beside them.
+``FULL_STATE_DICT``: each weight is made whole at every save, on the one rank that saves it, while training waits.  So
+the ranks' segments are the files of a model as Hugging Face divides it, with an index beside them.
 
 Either is restored on any number of ranks.
 """
@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from stillframe import spi
 from stillframe.errors import NotFoundError
 from stillframe.integrations.transformers.model import OURS, ModelPart
+from stillframe.integrations.transformers.wholes import Wholes
 
 _INDEX = "model.safetensors.index.json"
 _BUFFERS = "buffers"
@@ -34,49 +35,23 @@ class ShardedPart(ModelPart):
         super().__init__(trainer)
         self._rank = dist.get_rank()
         self._is_full = "FULL_STATE_DICT" in str(trainer.accelerator.state.fsdp_plugin.state_dict_type)
-        self._owners: dict[str, int] = {}
-        """By weight: the rank that saves it as a whole."""
-        self._whole: dict[str, torch.Tensor] = {}
-        """Those of this rank, on the host; used again for the next save."""
+        self._wholes = Wholes()
 
     def saved(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Where weights are made whole, a collective: it blocks until they have been sent to their ranks."""
         still = self.still()
         divided = {name: each for name, each in still.items() if isinstance(each, DTensor)}
         buffers = {name: each for name, each in still.items() if name not in divided}
-        weights = self._made_whole(divided) if self._is_full else divided
+        weights = self._wholes.make(divided, is_one_file=self.is_adapter) if self._is_full else divided
         if self._rank == 0:
             return {**weights, **buffers}, {}
         return weights, {_BUFFERS: buffers} if buffers else {}
-
-    def _made_whole(self, divided: dict[str, Any]) -> dict[str, spi.TensorBox]:
-        if self._owners.keys() != divided.keys():
-            self._owners = self._shared_out(divided)
-        boxes = {}
-        for name, each in divided.items():
-            whole = each.detach().to(each.device_mesh.device_type).full_tensor()
-            if self._owners[name] == self._rank:
-                self._whole.setdefault(name, torch.empty(whole.shape, dtype=whole.dtype)).copy_(whole)
-            here = self._whole.get(name, torch.empty((0, *whole.shape[1:]), dtype=whole.dtype))
-            boxes[name] = spi.TensorBox(here, whole.shape, (0,) * whole.ndim)
-        return boxes
-
-    def _shared_out(self, divided: dict[str, DTensor]) -> dict[str, int]:
-        """The largest first, each to the rank that has least; an adapter is one file."""
-        if self.is_adapter:
-            return dict.fromkeys(divided, 0)
-        given = [0] * dist.get_world_size()
-        owners = {}
-        for name, each in sorted(divided.items(), key=lambda item: -item[1].nbytes):
-            owners[name] = given.index(min(given))
-            given[owners[name]] += each.nbytes
-        return owners
 
     @property
     def segments(self) -> tuple[str, ...]:
         if not self._is_full:
             return ()
-        count = max(self._owners.values(), default=0) + 1
+        count = max(self._wholes.owners.values(), default=0) + 1
         several = tuple(f"model-{rank + 1:05d}-of-{count:05d}.safetensors" for rank in range(count))
         return super().segments if count == 1 else several
 
@@ -84,7 +59,7 @@ class ShardedPart(ModelPart):
         if len(self.segments) < 2:
             return super().files()
         named = self.live()
-        where = {name: self.segments[self._owners.get(name, 0)] for name in named}
+        where = {name: self.segments[self._wholes.owners.get(name, 0)] for name in named}
         index = {"metadata": {"total_size": sum(each.nbytes for each in named.values())}, "weight_map": where}
         return (*super().files(), (_INDEX, json.dumps(index, indent=2, sort_keys=True).encode()))
 

@@ -1,0 +1,75 @@
+"""Run for test_wholes.py: weights that ranks divide, made whole twice, compared with what was divided."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from stillframe.integrations.transformers import wholes
+from tests.ranks import saying
+
+RANK = int(os.environ["RANK"])
+SHAPES: dict[str, tuple[int, ...]] = {
+    "even": (6, 5),
+    "uneven": (7, 3),  # 3, 3 and 1 rows
+    "two of three": (4, 2),  # 2, 2 and none
+    "row": (1, 9),
+    "nothing": (0, 4),
+    "bias": (5,),
+}
+
+
+def by_rows(full: torch.Tensor, mesh: DeviceMesh) -> DTensor:
+    """As ``distribute_tensor`` does, also for dtypes that gloo does not send."""
+    parts = full.chunk(mesh.size())
+    part = parts[RANK] if len(parts) > RANK else full[:0]
+    return DTensor.from_local(part, mesh, [Shard(0)], run_check=False, shape=full.shape, stride=full.stride())
+
+
+def main(_: str) -> None:
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    exchanged: list[int] = []
+    stock = dist.all_to_all_single
+
+    def counted(found: torch.Tensor, sent: torch.Tensor, *arguments: Any, **more: Any) -> Any:
+        exchanged.append(found.numel())
+        return stock(found, sent, *arguments, **more)
+
+    dist.all_to_all_single = counted  # type: ignore[assignment]
+    for is_one_file in (False, True):
+        made = wholes.Wholes()
+        for save in range(2):
+            torch.manual_seed(save)
+            full = {
+                f"{name} {dtype}": torch.randn(shape).to(dtype)
+                for name, shape in SHAPES.items()
+                for dtype in (torch.float32, torch.bfloat16, torch.float8_e4m3fn)
+            }
+            divided = {name: by_rows(each, mesh) for name, each in full.items()}
+            full["columns"], full["replicated"] = torch.randn(4, 9), torch.randn(3, 3)
+            divided["columns"] = distribute_tensor(full["columns"], mesh, [Shard(1)])
+            divided["replicated"] = distribute_tensor(full["replicated"], mesh, [Replicate()])
+            boxes = made.make(divided, is_one_file=is_one_file)
+            assert boxes.keys() == full.keys() == made.owners.keys()
+            for name, each in full.items():
+                here = boxes[name].tensor
+                assert boxes[name].shape == each.shape
+                assert here.dtype == each.dtype
+                if made.owners[name] == RANK:
+                    assert here.view(torch.uint8).equal(each.view(torch.uint8)), name
+                elif each.numel():
+                    assert here.numel() == 0, name
+        owners = set(made.owners.values())
+        assert owners == ({0} if is_one_file else {0, 1, 2})
+    saying.say(f"[{RANK}] received {sum(exchanged)}")
+    dist.destroy_process_group()
+
+
+main(*sys.argv[1:])

@@ -55,7 +55,8 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None
         assert launch.process.returncode != 0, output
         assert "trained calm" in output, output
     output = run_ranks(2, "dcp_worker.py", tmp_path, "hit", 8)
-    assert "resumed at 6" in output or "resumed at 5" in output, output
+    # What dcp.save returned from is there; of the two async_saves behind it none has been waited for.
+    assert any(f"resumed at {at}" in output for at in (4, 5, 6)), output
     calm, hit = (torch.load(tmp_path / f"{name}.pt") for name in ("calm", "hit"))
     assert calm["model"].keys() == hit["model"].keys()
     for name in calm["model"]:

@@ -19,7 +19,7 @@ from stillframe.link.messages import KeeperConfig
 from stillframe.link.sizing import arena_of
 from stillframe.model import Phase, RestoreReport, Stats, check_choice, check_deadline, check_options, check_step
 from stillframe.ranks.agreement import agree_on_epoch, agree_on_run, open_tiers, resolve_root
-from stillframe.ranks.group import join_group
+from stillframe.ranks.joining import join_group
 from stillframe.restoring.findings import warn_of_rest
 from stillframe.restoring.resume import Resume
 from stillframe.restoring.selection import Wanted

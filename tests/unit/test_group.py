@@ -15,7 +15,8 @@ from stillframe.errors import ConfigError, DeadlineError, IntegrityError, Keeper
 from stillframe.model import SaveId
 from stillframe.ranks import group, told
 from stillframe.ranks.calls import GuardedStore
-from stillframe.ranks.group import Answer, Group, check_same, join_group
+from stillframe.ranks.group import Answer, Group, check_same
+from stillframe.ranks.joining import join_group
 from stillframe.save.saves import Save, Saves
 from stillframe.save.seal_count import SealCount
 from tests.support import run_fresh, until

@@ -32,7 +32,8 @@ from stillframe.errors import (
 )
 from stillframe.model import RestoreReport, SaveId, SkippedStep, check_deadline
 from stillframe.ranks.agreement import open_tiers, resolve_root
-from stillframe.ranks.group import Answer, Group, join_group
+from stillframe.ranks.group import Answer, Group
+from stillframe.ranks.joining import join_group
 from stillframe.restoring.choosing import Chooser, Unfit, cannot_tell, raise_errors
 from stillframe.restoring.findings import warn_of_rest
 from stillframe.restoring.match import Match

@@ -28,6 +28,7 @@ from stillframe.save.arrivals import Pace
 from stillframe.save.capture import Planner
 from stillframe.save.due import Due
 from stillframe.save.epochs import Epochs
+from stillframe.save.failures import Failures
 from stillframe.save.fence import OptimizerFence
 from stillframe.save.keeper_client import KeeperClient
 from stillframe.save.lifetime import Lifetime, Parts
@@ -38,7 +39,6 @@ from stillframe.save.saves import Save, Saves
 from stillframe.save.seal_count import SealCount
 from stillframe.save.stager import Stager
 from stillframe.save.steps import TakenSteps
-from stillframe.save.unsealed import Unsealed
 from stillframe.schedule import Every, check_every
 from stillframe.tiers import Tier, TierConfig, TierName, check_tiers
 from stillframe.units import parse_rate
@@ -130,7 +130,7 @@ class Checkpointer:
         self._saves.on_end += [others.ended] if others is not None else []
         self._keeper = KeeperClient(config, self._saves, others, epoch)
         if others is None:
-            Unsealed(group, self._saves, self._keeper.report_unsaved).begin()
+            Failures(group, self._saves, self._keeper).begin()
         self._saves.tiers = self._keeper.tiers
         self._epochs = Epochs(self._catalog, group, self._keeper, self._steps, self._saves, self._tiers)
         self._stager = Stager(self._saves, self._keeper, *arena_of(arena, group.ranks_on_node), others, pace)

@@ -120,6 +120,7 @@ class Run(Checkpointer):
         super().__init__(root, rank=rank, world_size=world_size, on_error="warn", shared=True, **given)
 
     def _name_run(self, keep: Keep | None, tiers: Sequence[TierConfig]) -> str:
+        self._group.meet_as(self.name)
         return self.name
 
 

@@ -376,6 +376,14 @@ class Run:
             writer = each.writers[message.save]
             if writer.id is not None and not writer.is_promised and each is self.ranks[0]:
                 self.truth.failed(writer.id)
+            if each is self.ranks[0]:
+                self._pass_on(message)
+
+    def _pass_on(self, failed: messages.Failed) -> None:
+        """As the trainers do: the root may be unable to tell the other ranks."""
+        word = messages.Uncommitted(failed.save, failed.kind, failed.message, failed.files_stay)
+        for other in filter(None, self.ranks[1:]):
+            other.keeper._take(word, None)
 
     def close(self) -> None:
         """The trainer ends; its keepers finish."""

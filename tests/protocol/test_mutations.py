@@ -88,6 +88,16 @@ def taken_back_in_doubt(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SegmentWriter, "commit", hasty)
 
 
+def taken_back_on_any_word(patch: pytest.MonkeyPatch) -> None:
+    heed = SegmentWriter.heed
+
+    def hasty(self: SegmentWriter) -> None:
+        self.is_promised = self.is_promised and self.word is None
+        heed(self)
+
+    patch.setattr(SegmentWriter, "heed", hasty)
+
+
 def leftovers_forgotten(patch: pytest.MonkeyPatch) -> None:
     def at_once(catalog: Catalog, save: SaveId, keeps_tombstone: bool = False) -> None:
         removal.remove_all(catalog, save)
@@ -125,6 +135,7 @@ def seals_first_in_the_tier(patch: pytest.MonkeyPatch) -> None:
         (nothing_withdrawn, ["goes back and stays"]),
         (reported_in_doubt, ["one rank"]),
         (taken_back_in_doubt, ["one rank"]),
+        (taken_back_on_any_word, ["two ranks"]),
         (leftovers_forgotten, ["one rank, nothing restored"]),
         (any_parent, ["rewound"]),
         (no_look_in_the_tier, ["a tier, the root lost"]),

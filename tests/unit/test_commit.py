@@ -25,8 +25,10 @@ from stillframe.format import names
 from stillframe.format.epochs import Outcome
 from stillframe.format.records import Failure
 from stillframe.keeper.commit import Coordinator, Member, UpdateCounts
+from stillframe.keeper.epochs import CurrentEpoch
 from stillframe.keeper.outcomes import OutcomeBook, read_outcome
 from stillframe.keeper.segment import report_failure
+from stillframe.link.messages import Uncommitted
 from stillframe.model import SaveId
 from stillframe.store.calls import Calls
 from stillframe.store.memory import Fault, MemoryBackend, MemoryStore
@@ -311,6 +313,52 @@ def test_a_member_keeps_its_files_where_rank_0_cannot_tell(tmp_path: Path) -> No
     with pytest.raises(StorageError, match="cannot be determined"):
         late.poll(is_orphan=False)
     assert late.save.is_promised
+
+
+# --- rank 0's word, by the trainers ------------------------------------------------------------
+
+
+def word(files_stay: bool = False) -> Uncommitted:
+    return Uncommitted(1, "StateError", "step 7 is not committed: they differ", files_stay)
+
+
+@pytest.mark.parametrize("files_stay", [False, True])
+def test_a_member_believes_a_failure_that_comes_by_the_trainers(tmp_path: Path, files_stay: bool) -> None:
+    other = member(tmp_path)
+    other.save.word = word(files_stay)
+    with pytest.raises(StateError, match="they differ"):
+        other.poll(is_orphan=False)
+    assert other.save.is_promised is files_stay
+    assert other.save.is_told, "rank 0 need not be told of it"
+
+
+def test_what_the_root_says_comes_first(tmp_path: Path) -> None:
+    """A keeper of rank 0 has committed and died; its trainer says that the save is lost."""
+    commit, other = coordinator(tmp_path, 2), member(tmp_path)
+    assert commit.poll(is_orphan=False)
+    OutcomeBook(PosixStore(tmp_path)).tell(Outcome(SAVE))
+    other.save.word = word(files_stay=True)
+    assert other.poll(is_orphan=False)
+
+
+def test_a_member_that_waits_for_rank_0_to_begin_says_so_and_heeds_its_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save = unsealed(tmp_path, 1, 2)
+    save._epoch = CurrentEpoch(Catalog(tmp_path), terms(tmp_path, 2, run=OTHER), 1)  # of a run that has not begun
+    monkeypatch.setattr("stillframe.keeper.segment.NEWS_S", -1.0)
+    mentions = []
+
+    def mention() -> None:
+        mentions.append(save.id)
+        save.word = word()
+
+    save.on_waiting = mention
+    with pytest.raises(StateError, match="they differ"):
+        save.open()
+    assert mentions == [None]
+    assert not save.is_promised, "there is nothing to keep"
+    assert save.is_told
 
 
 # --- storage that fails ------------------------------------------------------------------------

@@ -5,7 +5,8 @@ gone.  Rank 0 (the coordinator) publishes the manifest when every rank has seale
 epoch's outcomes; the other ranks (members) watch these.  A rank that cannot seal says so in a failure file.
 
 A seal is a promise that rank 0 may already have counted: a member takes it back only on rank 0's word that the save
-will not be committed, and leaves it to retention in every other case.
+will not be committed, and leaves it to retention in every other case.  Rank 0 gives that word when it has ended the
+save, so that it cannot commit it any more.  Where the root cannot be written, the word comes through the trainers.
 
 Every wait ends: with an outcome, with somebody's failure, when a keeper that is waited for is gone (its lock is free),
 or at the deadline, and the error names the ranks.
@@ -261,7 +262,7 @@ class UpdateCounts:
 
 
 class Member:
-    """Every other rank's side: watches for rank 0's word."""
+    """Every other rank's side: watches for rank 0's word, in the root; that it failed may also come by the trainers."""
 
     decides = False
 
@@ -283,6 +284,7 @@ class Member:
             raise errors.from_record(outcome.error, _told_by(COORDINATOR, self._id.step, outcome.message))
         if outcome is not None:
             return True
+        self.save.heed()
         is_gone = bool(self._watch.gone([COORDINATOR], is_orphan))
         if self._is_published(is_overdue=is_gone):
             return True

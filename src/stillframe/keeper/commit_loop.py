@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from stillframe.keeper.commit import Commit
 from stillframe.keeper.segment import SegmentWriter
+from stillframe.keeper.terms import NEWS_S
 
 _FIRST_S = 0.005
 _LONGEST_S = 0.25
@@ -19,7 +20,6 @@ _LOAD = 10
 _LONGEST_LOAD_S = 2.0
 """The longer a keeper waits, the less often it looks.  A pause is also at least ten times as long as the look took, or
 this long if that is less."""
-_NEWS_S = 10.0
 _IDLE_S = 0.1
 """The pause between two looks for other ranks that the removal of old checkpoints waits for."""
 _LINGER_S = 1.0
@@ -80,6 +80,11 @@ class CommitLoop:
             self._given_up[save] = error
             self._changed.notify()
 
+    def look(self) -> None:
+        """There is news of a save: look now."""
+        with self._changed:
+            self._changed.notify()
+
     def finish(self) -> None:
         """Blocks until nothing is pending."""
         with self._changed:
@@ -101,7 +106,7 @@ class CommitLoop:
                     pause_s, told_s = _FIRST_S, time.monotonic()
                 pending = list(self._pending.items())
             began = time.monotonic()
-            is_news = began - told_s > _NEWS_S
+            is_news = began - told_s > NEWS_S
             before = sum(len(commit.awaited) for _, commit in pending)
             has_settled = [self._poll(save, commit, is_news) for save, commit in pending]
             took_s = time.monotonic() - began

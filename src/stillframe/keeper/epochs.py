@@ -133,9 +133,10 @@ class CurrentEpoch:
         """The trainer is gone: do not wait for rank 0 as long as it would have."""
         self._is_hurried = True
 
-    def current(self) -> Parent:
+    def current(self, while_waiting: Callable[[float], None] = lambda _waited_s: None) -> Parent:
         """The epoch, begun.  Blocks: a member, until rank 0 has put it down.
 
+        ``while_waiting`` is called with the time waited so far, now and then; what it raises ends the wait.
         Raises: :class:`DeadlineError`; :class:`StorageError`; :class:`BusyError`; :class:`MismatchError`.
         """
         with self._lock:
@@ -144,7 +145,7 @@ class CurrentEpoch:
             begun, wanted = self._begun, self._wanted
             if begun is not None and self._is_over:
                 raise superseded(self._catalog, begun.epoch)
-        return begun if begun is not None else self._find(wanted)
+        return begun if begun is not None else self._find(wanted, while_waiting)
 
     def check_newest(self, epoch: int) -> None:
         """After a manifest.  Raises :class:`BusyError` if another run has taken over."""
@@ -198,7 +199,7 @@ class CurrentEpoch:
             other = "all ranks shared it" if view.is_shared else "the ranks did not share it"
             raise MismatchError(f"{self._catalog.root} holds checkpoints of a run in which {other}: use another root")
 
-    def _find(self, wanted: Enter) -> Parent:
+    def _find(self, wanted: Enter, while_waiting: Callable[[float], None]) -> Parent:
         """Without the lock: the keeper goes on listening meanwhile."""
         began, pause_s = time.monotonic(), _FIRST_S
         while True:
@@ -214,5 +215,6 @@ class CurrentEpoch:
                     f"rank 0 did not begin to save in {self._catalog.root} within {self._terms.deadline_s:g} s; "
                     "every rank must save the same steps, and see the same root"
                 )
+            while_waiting(time.monotonic() - began)
             time.sleep(pause_s)
             pause_s = min(pause_s * _SLOWER, _LONGEST_S)

@@ -18,16 +18,14 @@ from stillframe.checkpoint import labels
 from stillframe.checkpoint.catalog import Catalog
 from stillframe.checkpoint.lock import Note, RootLock
 from stillframe.errors import StillframeError, StorageError
-from stillframe.format.epochs import Outcome
-from stillframe.format.records import Failure
 from stillframe.keeper.commit import Coordinator, Member, UpdateCounts
 from stillframe.keeper.commit_loop import CommitLoop, longest_pause_s, or_die
 from stillframe.keeper.epochs import CurrentEpoch
 from stillframe.keeper.heartbeat import Heartbeat
 from stillframe.keeper.journal import Journal
-from stillframe.keeper.outcomes import OutcomeBook
 from stillframe.keeper.promotion import Promotion
-from stillframe.keeper.segment import Fingerprint, SegmentWriter, State, read_draft, report_failure
+from stillframe.keeper.reporting import Reporting
+from stillframe.keeper.segment import Fingerprint, SegmentWriter, State, read_draft
 from stillframe.keeper.taking import Taking
 from stillframe.keeper.terms import COORDINATOR, Terms
 from stillframe.keeper.trainer import Trainer
@@ -63,7 +61,7 @@ class Keeper:
         self._epoch = CurrentEpoch(
             self._catalog, terms, rank, lambda sequence, epoch: self._tell(messages.Claimed(sequence, epoch)), tiers
         )
-        self._outcomes = OutcomeBook(terms.store)
+        self._reporting = Reporting(self._catalog, self._epoch, rank, self._is_alone)
         self._updates = UpdateCounts()
         self._trainer = Trainer(sock, trainer)
         self._tell = self._trainer.tell
@@ -192,6 +190,10 @@ class Keeper:
             self._finisher.submit(or_die, self._finish, message.save, save)
         elif isinstance(message, messages.Abandon):
             self._abandon(message)
+        elif isinstance(message, messages.Uncommitted):
+            if (waiting := self._saves.get(message.save)) is not None:
+                waiting.word = message
+                self._commits.look()
         elif isinstance(message, messages.Attach):
             assert fd is not None
             self._arena = memoryview(mmap.mmap(fd, message.nbytes))
@@ -253,6 +255,7 @@ class Keeper:
         is_counted = not self._is_alone and self._rank != COORDINATOR
         parts = self._catalog, self._epoch, is_counted, self._upkeep.wait_for_removal
         save = self._saves[message.save] = SegmentWriter(message, header, draft, *parts)
+        save.on_waiting = lambda: self._tell_waiting(message.save, [COORDINATOR])
         self._begun = message.save
         self._journal.updates(message.telemetry.updates)
         self._journal.progress(is_news=True)
@@ -301,7 +304,7 @@ class Keeper:
             return
         committed_s = time.monotonic()
         self._note("")
-        self._tell_ranks(Outcome(save.identify()))
+        self._reporting.committed(save.identify())
         if problem := save.publish_label():
             self._notice(problem)
         with self._upkeep.after_commit(save.identify()):
@@ -311,10 +314,6 @@ class Keeper:
             save.close()
             self._forget(number, save, committed_s)
             self._promotion.note()
-
-    def _tell_ranks(self, outcome: Outcome) -> None:
-        if self._rank == COORDINATOR and not self._is_alone:
-            self._outcomes.tell(outcome)
 
     def _forget(self, number: int, save: SegmentWriter, committed_s: float | None) -> None:
         save.state = State.SETTLED
@@ -354,7 +353,7 @@ class Keeper:
     def _lose(self, message: messages.Abandon) -> None:
         """A save that an earlier keeper died with, or that never began."""
         # An earlier keeper may have published the manifest before it died: no rank may remove its files.
-        self._report(message.step, message.attempt, message.kind, message.message, files_stay=True)
+        self._reporting.unsaved(message.step, message.attempt, message.kind, message.message, files_stay=True)
         if self._epoch.decides:
             with contextlib.suppress(StillframeError):
                 self._epoch.claim()
@@ -365,29 +364,18 @@ class Keeper:
             each.result()
         assert save.error is not None
         save.discard()
-        self._report(save.begin.step, save.begin.attempt, *errors.to_record(save.error))
+        self._reporting.unsaved(save.begin.step, save.begin.attempt, *errors.to_record(save.error))
         self._forget(number, save, None)
-
-    def _report(self, step: int, attempt: int, kind: str, message: str, files_stay: bool = False) -> None:
-        """Let the other ranks know that this one will not seal, or rank 0 not commit."""
-        if self._is_alone:
-            return
-        with contextlib.suppress(StillframeError):
-            save = SaveId(step, self._epoch.current().epoch, attempt)
-            if self._rank == COORDINATOR:
-                self._tell_ranks(Outcome(save, kind, message, files_stay))
-            else:
-                report_failure(self._catalog, Failure(save, self._rank, kind, message[:10_000]))
 
     def _fail(self, number: int, save: SegmentWriter) -> None:
         assert save.error is not None
         if not self._terms.store.caps.lands_late:  # else each request may wait for minutes: it is told first
             save.discard()
         kind, message = errors.to_record(save.error)
-        if not save.is_told:
-            self._report(save.begin.step, save.begin.attempt, kind, message, save.is_promised)
         self._note(message if message.startswith("step ") else f"step {save.begin.step}: {message}")
-        self._tell(messages.Failed(number, kind, message))
+        self._tell(messages.Failed(number, kind, message, save.is_promised))  # first: the root may not answer
+        if not save.is_told:
+            self._reporting.unsaved(save.begin.step, save.begin.attempt, kind, message, save.is_promised)
 
     def _note(self, failure: str) -> None:
         """Keep the last failure in the lock's file until a save succeeds: there may be no trainer left to be told."""

@@ -20,7 +20,7 @@ import msgspec
 
 from stillframe.checkpoint import labels
 from stillframe.checkpoint.catalog import Catalog
-from stillframe.errors import ExistsError, StillframeError, StorageError
+from stillframe.errors import ExistsError, StillframeError, StorageError, from_record
 from stillframe.format import names
 from stillframe.format.digest import digest, digest_of
 from stillframe.format.records import (
@@ -34,7 +34,8 @@ from stillframe.format.records import (
     make_manifest,
 )
 from stillframe.keeper.epochs import CurrentEpoch
-from stillframe.link.messages import Begin, Chunk
+from stillframe.keeper.terms import NEWS_S
+from stillframe.link.messages import Begin, Chunk, Uncommitted
 from stillframe.model import BLOCK_BYTES, CHUNK_BYTES, SaveId
 from stillframe.store.blob import aligned_buffer
 from stillframe.store.protocol import Writer
@@ -94,6 +95,11 @@ class SegmentWriter:
         """It may be, or become, part of a checkpoint: its files must stay."""
         self.is_told = False
         """It was rank 0 that said it failed."""
+        self.word: Uncommitted | None = None
+        """Rank 0's, if it has come through the trainers."""
+        self.on_waiting: Callable[[], None] = lambda: None
+        """Called now and then while it waits for rank 0 to begin the epoch."""
+        self._mentioned_s = 0.0
         self.catalog = catalog
         self._store = catalog.store
         self._epoch = epoch
@@ -125,7 +131,7 @@ class SegmentWriter:
     def identify(self) -> SaveId:
         """Blocks until the epoch is known; raises."""
         if self._id is None:
-            begun = self._epoch.current()
+            begun = self._epoch.current(self._while_waiting)
             if begun.parent is not None and self.begin.step <= begun.parent.step:  # saved since the trainer looked
                 raise ExistsError(
                     f"step {self.begin.step} does not come after step {begun.parent.step}, the newest checkpoint in "
@@ -134,6 +140,21 @@ class SegmentWriter:
             self._parent = begun.parent
             self._id = SaveId(self.begin.step, begun.epoch, self.begin.attempt)
         return self._id
+
+    def heed(self) -> None:
+        """Raises rank 0's reason, if it has said through the trainers that it will not commit this save.
+
+        Then it never will, as after an outcome in the root; and unless it says so, no file of ours needs to stay.
+        """
+        if (word := self.word) is not None:
+            self.is_promised, self.is_told = self.is_promised and word.files_stay, True
+            raise from_record(word.kind, word.message)
+
+    def _while_waiting(self, waited_s: float) -> None:
+        self.heed()
+        if waited_s - self._mentioned_s > NEWS_S:
+            self._mentioned_s = waited_s
+            self.on_waiting()
 
     def _key(self, name: str) -> str:
         return names.key(self.identify(), name)

@@ -8,6 +8,8 @@ from stillframe.store.protocol import Store
 
 COORDINATOR = 0
 """The rank whose keeper commits."""
+NEWS_S = 10.0
+"""After so long a trainer is told whom a save waits for, and again each time."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,8 +2,8 @@
 
 Trainer → keeper: ``Attach`` once (with the arena); per save ``Begin`` (with the draft of the seal in a
 memfd), ``Chunk`` …, then ``Staged`` or ``Abandon``; ``Enter`` before a restore, ``Resume`` and ``Restored`` after it;
-``Start`` where tickets are issued; ``Complete`` where roots are not shared; ``Carry`` of a last step; ``Close`` at
-the end.
+``Start`` where tickets are issued; ``Complete`` where roots are not shared; ``Uncommitted`` where rank 0 cannot say so
+in the root; ``Carry`` of a last step; ``Close`` at the end.
 Keeper → trainer: ``Ready`` once; ``Done`` in answer to a request; per save ``Flushed`` …, ``Sealed``,
 ``AwaitingRanks`` …, and ``Committed`` or ``Failed``; ``Alive`` every few seconds while there is work;
 ``TierNews`` when something is carried, ``TierFailed`` when it cannot be.
@@ -126,6 +126,15 @@ class Abandon(_Message, frozen=True):
     message: str
 
 
+class Uncommitted(_Message, frozen=True):
+    """Rank 0 says, through the trainers, that it will not commit this save.  As an outcome in the root."""
+
+    save: int
+    kind: str
+    message: str
+    files_stay: bool
+
+
 class Enter(_Message, frozen=True):
     """Saves from now on belong to another epoch of the run.  A request is answered with ``Done`` when it is claimed.
 
@@ -217,7 +226,7 @@ class Sealed(_Message, frozen=True):
 
 
 class AwaitingRanks(_Message, frozen=True):
-    """A sealed save waits for other ranks; said now and then."""
+    """A save waits for other ranks: sealed, or for rank 0 to begin the epoch.  Said now and then."""
 
     save: int
     ranks: tuple[int, ...]
@@ -229,9 +238,12 @@ class Committed(_Message, frozen=True):
 
 
 class Failed(_Message, frozen=True):
+    """``files_stay``: it may be, or become, part of a checkpoint; else this keeper will never commit it."""
+
     save: int
     kind: str
     message: str
+    files_stay: bool
 
 
 class Alive(_Message, frozen=True):
@@ -281,7 +293,9 @@ class Refused(_Message, frozen=True):
     message: str
 
 
-FromTrainer = Union[Attach, Begin, Chunk, Staged, Abandon, Enter, Resume, Start, Restored, Complete, Carry, Close]  # noqa: UP007
+FromTrainer = Union[  # noqa: UP007
+    Attach, Begin, Chunk, Staged, Abandon, Uncommitted, Enter, Resume, Start, Restored, Complete, Carry, Close
+]
 FromKeeper = Union[  # noqa: UP007
     Ready,
     Done,

@@ -158,6 +158,11 @@ class Group:
         """Whether the ranks have met, so that what is said now is of this life of the job."""
         return bool(self._name)
 
+    def meet_as(self, name: str) -> None:
+        """Whoever brings the ranks together has given each this name, which rank 0 has made up in this life."""
+        if self.world_size > 1:
+            self._name = f"{self._prefix}/{name}"
+
     def decide(
         self,
         about: str,

@@ -24,6 +24,8 @@ class Save:
         self.attempt = attempt
         """1, unless earlier saves of the step have failed."""
         self.number = number
+        self._files_stay = True
+        """If it has failed: it may be, or become, a checkpoint.  Of rank 0's saves, its keeper says which cannot."""
         self._is_suspect = False
         """Its bytes should differ from those of the save before."""
         self._sequence = 0

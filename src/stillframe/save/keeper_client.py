@@ -28,7 +28,6 @@ from stillframe.save.keeper_process import KeeperProcess
 from stillframe.save.saves import Save, Saves
 from stillframe.save.seal_count import SealCount
 from stillframe.save.tier_book import TierBook
-from stillframe.units import format_ranks
 
 logger = logging.getLogger("stillframe")
 
@@ -67,6 +66,8 @@ class KeeperClient:
         self._unready: StillframeError | None = None
         """Why the last keeper ended before it was ready."""
         self._answered = Latch()
+        self.on_unsaved: Callable[[int, int, StillframeError], None] = lambda *_: None
+        """Called with step, attempt and error of what is reported and may be in no book; must not block."""
         self.is_closed = False
 
     @property
@@ -133,6 +134,8 @@ class KeeperClient:
         if self._others is not None and not is_begun:
             self._others.failed(step, attempt, str(error))
         elif self._others is None and self._config.world_size > 1 and number is not None:
+            if not is_begun:
+                self.on_unsaved(step, attempt, error)
             with contextlib.suppress(StillframeError):
                 message = messages.Abandon(number, step, attempt, *errors.to_record(error))
                 self.talk(lambda keeper: keeper.send(message))
@@ -305,15 +308,12 @@ class KeeperClient:
         elif isinstance(message, messages.Sealed):
             self._sealed(message)
         elif isinstance(message, messages.AwaitingRanks):
-            if (step := self._saves.awaiting_ranks(message.save, message.ranks)) is not None:
-                say(
-                    logger.warning, "step %d is sealed here and waits for %s (up to %g s)",
-                    step, format_ranks(message.ranks), self._config.deadline_s,
-                )  # fmt: skip
+            self._saves.awaiting_ranks(message.save, message.ranks, self._config.deadline_s)
         elif isinstance(message, messages.Committed):
             self._saves.committed(message.save, message.at_s)
         elif isinstance(message, messages.Failed):
-            self._saves.tell_failed(self._saves.fail(message.save, errors.from_record(message.kind, message.message)))
+            error = errors.from_record(message.kind, message.message)
+            self._saves.tell_failed(self._saves.fail(message.save, error, message.files_stay))
         elif isinstance(message, messages.Claimed):
             with self._lock:
                 if message.sequence == self._entered.sequence:

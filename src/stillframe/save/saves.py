@@ -140,17 +140,19 @@ class Saves:
                     logger.warning(_UNCHANGED)
         return save
 
-    def awaiting_ranks(self, number: int, ranks: tuple[int, ...]) -> int | None:
-        """Note which ranks a sealed save waits for; returns its step the first time, for a warning."""
+    def awaiting_ranks(self, number: int, ranks: tuple[int, ...], deadline_s: float) -> None:
+        """Note which ranks a save waits for; the first time with a warning."""
         with self._lock:
             save = self._in_flight.get(number)
             if save is None:
-                return None
+                return
             is_first = not save._awaited
             save._awaited = ranks
         if is_first:
             self.on_awaiting(save)
-        return save.step if is_first else None
+            what = "is sealed here and waits" if save.phase == "sealed" else "waits"
+            with contextlib.suppress(Exception):
+                logger.warning("step %d %s for %s (up to %g s)", save.step, what, format_ranks(ranks), deadline_s)
 
     def committed(self, number: int, at_s: float) -> Save | None:
         with self._lock:
@@ -186,10 +188,14 @@ class Saves:
         for function in functions:
             self.callbacks.put(function, save)
 
-    def fail(self, number: int, error: StillframeError) -> list[Save]:
+    def fail(self, number: int, error: StillframeError, files_stay: bool = True) -> list[Save]:
         """The save, for :meth:`tell_failed`; none if it had ended already."""
         with self._lock:
-            return self.refuse(self._in_flight[number], error) if number in self._in_flight else []
+            save = self._in_flight.get(number)
+            if save is None:
+                return []
+            save._files_stay = files_stay
+            return self.refuse(save, error)
 
     def refuse(self, save: Save, error: StillframeError) -> list[Save]:
         """Fail a save, also one that never was in the book."""
@@ -363,7 +369,8 @@ def _left(timeout_s: float | None, began_s: float) -> float | None:
 
 
 def _for_whom(save: Save) -> str:
-    return f" and waits for {format_ranks(save._awaited)}" if save._awaited and save.phase == "sealed" else ""
+    is_waiting = save._awaited and save.phase not in ("committed", "failed")
+    return f" and waits for {format_ranks(save._awaited)}" if is_waiting else ""
 
 
 def _is_settled(save: Save, wanted: int) -> bool:

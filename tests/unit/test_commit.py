@@ -27,6 +27,7 @@ from stillframe.format.records import Failure
 from stillframe.keeper.commit import Coordinator, Member, UpdateCounts
 from stillframe.keeper.epochs import CurrentEpoch
 from stillframe.keeper.outcomes import OutcomeBook, read_outcome
+from stillframe.keeper.reporting import Reporting
 from stillframe.keeper.segment import report_failure
 from stillframe.link.messages import Uncommitted
 from stillframe.model import SaveId
@@ -359,6 +360,20 @@ def test_a_member_that_waits_for_rank_0_to_begin_says_so_and_heeds_its_word(
     assert mentions == [None]
     assert not save.is_promised, "there is nothing to keep"
     assert save.is_told
+
+
+@pytest.mark.parametrize("is_begun", [False, True])
+def test_a_member_leaves_its_failure_in_the_root_and_waits_only_a_while_for_rank_0_to_begin(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_begun: bool
+) -> None:
+    """Its later saves wait for this."""
+    if is_begun:
+        begun(tmp_path)
+    catalog = Catalog(tmp_path)
+    monkeypatch.setattr("stillframe.keeper.reporting._EPOCH_S", -1.0)
+    epoch = CurrentEpoch(catalog, terms(tmp_path, 2), 1)
+    Reporting(catalog, epoch, 1, is_alone=False).unsaved(STEP, 1, "StorageError", "no space left")
+    assert (catalog.store.head(names.key(SAVE, names.failure(1))) is not None) is is_begun
 
 
 # --- storage that fails ------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 
 from stillframe.checkpoint.catalog import Catalog
-from stillframe.errors import StillframeError
+from stillframe.errors import DeadlineError, StillframeError
 from stillframe.format.epochs import Outcome
 from stillframe.format.records import Failure
 from stillframe.keeper.epochs import CurrentEpoch
@@ -19,6 +19,8 @@ from stillframe.keeper.terms import COORDINATOR
 from stillframe.model import SaveId
 
 _MAX_TEXT = 10_000
+_EPOCH_S = 10.0
+"""So long a member waits for rank 0 to begin the epoch: before that there is no place for its word."""
 
 
 class Reporting:
@@ -37,12 +39,20 @@ class Reporting:
             self._outcomes.tell(Outcome(save))
 
     def unsaved(self, step: int, attempt: int, kind: str, message: str, files_stay: bool = False) -> None:
-        """This rank will not seal it, or rank 0 not commit it.  Blocks: a member, until rank 0 has begun the epoch."""
+        """This rank will not seal it, or rank 0 not commit it.
+
+        Blocks: a member, for a while, until rank 0 has begun the epoch.  Later saves wait for this to end.
+        """
         if self._is_alone:
             return
         with contextlib.suppress(StillframeError):
-            save = SaveId(step, self._epoch.current().epoch, attempt)
+            save = SaveId(step, self._epoch.current(_check).epoch, attempt)
             if self._rank == COORDINATOR:
                 self._outcomes.tell(Outcome(save, kind, message, files_stay))
             else:
                 report_failure(self._catalog, Failure(save, self._rank, kind, message[:_MAX_TEXT]))
+
+
+def _check(waited_s: float) -> None:
+    if waited_s > _EPOCH_S:
+        raise DeadlineError("rank 0 has not begun to save")

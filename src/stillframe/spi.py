@@ -10,7 +10,8 @@ state dicts  LiveState: one that stands still until the next update; versions_of
              mapped, tensors_in, is_tensor: what is in one
 values       storable: whether a value comes back as it was; is_wrapper: whether a tensor wraps others;
              load_rank, load_save: what one rank, or all of them, saved in a save
-roots        has_saves: whether there is anything to wait for; wait_finished: for the keepers of a run that has ended
+roots        has_saves: whether there is anything to wait for; wait_finished: for the keepers of a run that has ended;
+             go_on, settle_tier: for a run that reads its checkpoint by itself; is_tier: whether a root is one
 steps        meeting: one that all ranks agree on, for what happens on one of them
 endings      when_over: as Save.then, and also for a save that fails
 processes    keeper_pid
@@ -44,9 +45,12 @@ from stillframe.checkpointer import Checkpointer
 from stillframe.errors import StillframeError
 from stillframe.format.values import ELSEWHERE
 from stillframe.model import Label, Ticket, check_step
+from stillframe.ranks.agreement import do_together
 from stillframe.ranks.meeting import Meeting
 from stillframe.restoring.boxes import BoxReader
 from stillframe.restoring.load import load_rank, load_save
+from stillframe.restoring.resume import Resume
+from stillframe.restoring.selection import Wanted
 from stillframe.retention import Keep
 from stillframe.save.fence import Holds, OptimizerFence
 from stillframe.save.saves import Save
@@ -56,7 +60,7 @@ from stillframe.state.live import LiveState, is_tensor, mapped, tensors_in
 from stillframe.state.torch_internals import local_of
 from stillframe.state.walk import storable
 from stillframe.state.wrappers import is_wrapper
-from stillframe.tiers import TierConfig
+from stillframe.tiers import TierConfig, TierName
 
 __all__ = [
     "ELSEWHERE",
@@ -69,9 +73,11 @@ __all__ = [
     "Ticket",
     "UpdateGate",
     "Versions",
+    "go_on",
     "has_saves",
     "hide",
     "is_tensor",
+    "is_tier",
     "is_wrapper",
     "issue",
     "keeper_pid",
@@ -84,6 +90,7 @@ __all__ = [
     "save",
     "save_of",
     "settle",
+    "settle_tier",
     "show_labels",
     "storable",
     "tensors_in",
@@ -219,6 +226,46 @@ def wait_finished(root: str | os.PathLike[str], storage_options: Mapping[str, An
     ``False`` means that a run trains there.  Raises: :class:`BusyError` if a keeper hangs; :class:`StorageError`.
     """
     return lock.wait_finished(Catalog(root, storage_options=storage_options).store)
+
+
+def go_on(checkpointer: Checkpointer) -> int | None:
+    """Let the run go on from the newest checkpoint that every rank can read, as ``restore`` does, and read none of it.
+
+    For loops that read the state themselves, where the ranks do not share the root: otherwise each goes on from what is
+    newest on its own disk.  Returns the step; ``None`` if there is nothing.  What the tiers lack of it is carried.
+    Every rank calls it, before it saves; blocks until all have.  Raises: as ``restore``.
+    """
+    checkpointer._lifetime.check_open("go_on")
+    epochs, wanted = checkpointer._epochs, Wanted.given(None, True, None, None)
+    resume = Resume(checkpointer._catalog, checkpointer._group, None, wanted, checkpointer._tiers)
+    try:
+        save = resume.newest(epochs.beginning(), epochs.claim_in)
+    except BaseException:
+        epochs.keep_on()
+        raise
+    epochs.resume(save)
+    return None if save is None else save.step
+
+
+def settle_tier(checkpointer: Checkpointer, tier: TierName) -> None:
+    """Block until the tier has what is due there, also what an earlier run has left; what cannot be carried is left.
+
+    Every rank calls it: rank 0 waits for the tier, the others for rank 0.
+    Raises, on every rank: :class:`StorageError` if nothing is carried any more; :class:`DeadlineError`.
+    """
+    group = checkpointer._group
+    wait: Callable[[], None] = (lambda: checkpointer.wait(tier=tier)) if group.rank == 0 else lambda: None
+    do_together(group, "carrying what an earlier run has left", wait)
+
+
+def is_tier(catalog: Catalog) -> bool:
+    """Whether the newest start of a run there is another root's, whose checkpoints are carried there.
+
+    Then no lock in it tells whether that run lives.  Raises: :class:`StorageError`, :class:`IntegrityError`.
+    """
+    begun = (catalog.parent(epoch) for epoch in sorted(catalog.epochs(), reverse=True))
+    newest = next((each for each in begun if each is not None and not each.is_by_hand), None)
+    return newest is not None and newest.is_carried
 
 
 def meeting(checkpointer: Checkpointer, name: str, *, ahead_s: float = 0.0) -> Meeting:

@@ -147,6 +147,25 @@ def test_a_root_that_is_lost_is_restored_from_the_nearest_tier_and_goes_on(tmp_p
     check(tmp_path / "far", 5)
 
 
+def test_a_run_that_reads_by_itself_goes_on_from_what_the_tier_has(tmp_path: Path) -> None:
+    root, tier = tmp_path / "disk", Tier(tmp_path / "tier")
+    for step, before in ((3, None), (4, 3)):
+        with Checkpointer(root, tiers=[tier]) as checkpointer:
+            assert spi.go_on(checkpointer) == before
+            spi.settle_tier(checkpointer, tier)
+            spi.save(checkpointer, state(step), spi.issue(checkpointer, least=3)).wait()
+        shutil.rmtree(root)
+    check(tmp_path / "tier", 4)
+    catalog = Catalog(tmp_path / "tier")
+    assert spi.is_tier(catalog)
+    assert catalog.steps() == [3, 4]  # on one branch: the second goes on from the first
+    catalog.delete(3)
+    assert spi.is_tier(catalog)
+    with Checkpointer(tmp_path / "tier") as checkpointer:
+        save(checkpointer, 5)
+    assert not spi.is_tier(catalog)
+
+
 @pytest.mark.parametrize("what", ["chunk", "segment", "seal"])
 def test_what_is_damaged_in_the_root_is_read_from_a_tier_and_reported(tmp_path: Path, what: str) -> None:
     tier = Tier(tmp_path / "tier")

@@ -106,14 +106,10 @@ class Resume:
 
     def run(self, settle: Callable[[], None], claim: Callable[[Catalog], None] | None = None) -> SaveId | None:
         """What was restored; raises.  ``settle`` runs before anything is read; ``claim`` for tiers that are needed."""
-        self._settle = settle
         while True:
-            save = self._choose()
+            save = self.newest(settle, claim)
             if save is None:
-                self._group.decide("finding nothing to restore", self._nothing, raise_errors, type(None))
                 return None
-            if claim is not None:
-                self._sources.hold(save, claim)  # then it is looked at again
             health = self._try(save)
             if not health.damage:
                 return save
@@ -124,6 +120,16 @@ class Resume:
                 self._gone.append(save)
             else:
                 self._pass_over(save, health.damage)
+
+    def newest(self, settle: Callable[[], None], claim: Callable[[Catalog], None] | None) -> SaveId | None:
+        """What would be restored, as far as is known before it is read; the arguments as for :meth:`run`."""
+        self._settle = settle
+        save = self._choose()
+        if save is None:
+            self._group.decide("finding nothing to restore", self._nothing, raise_errors, type(None))
+        elif claim is not None:
+            self._sources.hold(save, claim)  # then it is looked at again
+        return save
 
     def find(self, settle: Callable[[], None], claim: Callable[[Catalog], None]) -> SaveId:
         """The checkpoint that was asked for, without restoring it; the arguments as for :meth:`run`."""
@@ -154,7 +160,7 @@ class Resume:
             warnings.warn(
                 f"step {chosen.step} is restored, though there was a newer one ({which}). To have that, {advice}, "
                 "before this run saves: then what is newer is left behind, and removed by retention",
-                RuntimeWarning, stacklevel=5,
+                RuntimeWarning, stacklevel=6,
             )  # fmt: skip
 
     # --- one step --------------------------------------------------------------------------

@@ -77,7 +77,9 @@ ENGINES = {
     "torchtitan": Engine("nodes_torchtitan.py", "torchtitan's Llama on 2 hosts with FSDP2", _TIERED, _ROOT / "shared"),
     "megatron": Engine(
         "nodes_megatron.py", "a GPT of Megatron-core, tensor parallel on 2 hosts",
-        "   a directory that all hosts see: every step", _ROOT / "_stillframe",
+        "   host0, host1   a disk of each host's own: every step\n"
+        "   _stillframe    a directory that all hosts see: every step",
+        _ROOT / "_stillframe",
     ),
     "ray": Engine("nodes_ray.py", "a GPT sharded over 2 hosts with FSDP2 under Ray Train", _TIERED, _ROOT / "shared"),
 }  # fmt: skip

@@ -2,8 +2,10 @@
 
     torchrun --nnodes N --nproc-per-node 1 … demo/nodes_megatron.py --root DIR --steps N [--no-save] [--record FILE]
 
-``DIR``, which all hosts see, has Megatron's directories, and the data beside them.  What makes Megatron run without an
-accelerator is that of its tests (:mod:`tests.engines.megatron_on_cpu`).
+The data lies in ``DIR/{node}``, which is the name of the host, and every step is carried to ``DIR/_stillframe``.  All
+hosts see that one, and Megatron's directories in ``DIR``.
+
+What makes Megatron run without an accelerator is that of its tests (:mod:`tests.engines.megatron_on_cpu`).
 """
 
 from __future__ import annotations
@@ -38,15 +40,15 @@ class Saves:
 
         from stillframe.integrations.megatron import SaveStrategy
 
-        self._place, self._queue, self._strategy = place, AsyncCallsQueue(), SaveStrategy()
+        self._place, self._queue, self._strategy = place, AsyncCallsQueue(), SaveStrategy(place / "{node}")
 
     def load(self, run: Any) -> tuple[int, str]:
         """The iteration, and its directory; 0 if there is none."""
         from megatron.core import dist_checkpointing
 
-        from stillframe.integrations.megatron import LoadStrategy, latest
+        from stillframe.integrations.megatron import LoadStrategy
 
-        found = latest(self._place)
+        found = self._strategy.latest(self._place)
         if found is None:
             return 0, ""
         return run.restore(dist_checkpointing.load(run.sharded(0), found, LoadStrategy())), found

@@ -25,7 +25,7 @@ from stillframe import Catalog, IntegrityError, NotFoundError, StateError
 from tests.engines import megatron_on_cpu
 from tests.engines.megatron_on_cpu import Run
 from tests.loops.conformance import Conformance, assert_goes_on
-from tests.loops.driving import STEPS, Life, Wish, digest_of
+from tests.loops.driving import STEPS, Life, Living, Result, Wish, digest_of
 from tests.ranks.saying import say
 from tests.support import assert_same
 
@@ -57,10 +57,13 @@ def main() -> None:
     life = Life()
     wish, place = life.wish, Path(life.wish.place)
     root = f"{place}-elsewhere" if "elsewhere" in wish.kind else None
+    if "disks" in wish.kind:
+        os.environ["STILLFRAME_NODE"] = f"node{life.rank}"
+        root = f"{place}-disks/{{node}}"
     with group():
         run, queue, strategy = Run(life, wish.seed), AsyncCallsQueue(), SaveStrategy(root)
         wrapped = FullyParallelSaveStrategyWrapper(strategy) if "dp" in wish.kind else strategy
-        found = latest(place, root)
+        found = strategy.latest(place) if "disks" in wish.kind else latest(place, root)
         begin = 0
         if found is None:  # a life before this one may have left nothing: then this is the first
             run.seed(1)
@@ -234,6 +237,83 @@ class TestMegatron(Conformance):
         (place / "iter_0000002/stillframe.json").unlink()
         with pytest.raises(NotFoundError, match="never committed"):
             plain(place / "iter_0000002")
+
+
+class TestOnDisksOfTheirOwn:
+    """Each rank is a node: the other does not see its disk.  The tier is beside the directories."""
+
+    @staticmethod
+    def live(wish: Wish, ranks: int = 2) -> Result:
+        with Living(MODULE, wish, ranks) as living:
+            result, _ = living.wait()
+        assert isinstance(result, Result)
+        return result
+
+    @staticmethod
+    def die(wish: Wish, ranks: int = 2) -> None:
+        with Living(MODULE, wish, ranks) as living:
+            living.wait()
+
+    def test_every_save_is_in_the_tier(self, tmp_path: Path, calm: Result) -> None:
+        place = tmp_path / "run"
+        assert self.live(Wish(str(place), kind="disks")) == calm
+        assert Catalog(place / "_stillframe").steps() == list(range(1, STEPS + 1))
+        assert len(list(place.glob("iter_*/metadata.json"))) == STEPS
+        assert Catalog(tmp_path / "run-disks/node0", 0).steps()[-1] == STEPS
+
+    @pytest.mark.parametrize("lost", ["", "node0", "node1", "node0 node1"])
+    def test_a_node_that_lost_its_disk_goes_on_from_the_tier(self, tmp_path: Path, calm: Result, lost: str) -> None:
+        place = tmp_path / "run"
+        self.die(Wish(str(place), kill_at=6, delay_s=random.random() * 0.3, kind="disks"))
+        for node in lost.split():
+            shutil.rmtree(tmp_path / "run-disks" / node)
+        tracked = int((place / "latest_checkpointed_iteration.txt").read_text())
+        again = self.live(Wish(str(place), seed=2, kind="disks"))
+        assert_goes_on(again, calm)
+        assert again.more["found"] >= (tracked if lost else 5)
+        assert Catalog(place / "_stillframe").steps() == list(range(1, STEPS + 1))
+
+    def test_the_tracker_is_never_ahead_of_the_tier(self, tmp_path: Path) -> None:
+        place, seen = tmp_path / "run", set()
+        with Living(MODULE, Wish(str(place), kill_at=STEPS - 3, kind="disks"), 2) as living:
+            while not living.is_over:
+                tracker = place / "latest_checkpointed_iteration.txt"
+                if tracker.exists():
+                    number = int(tracker.read_text())
+                    assert number in Catalog(place / "_stillframe").steps()
+                    seen.add(number)
+                for made in place.glob("iter_*/metadata.json"):
+                    assert int(made.parent.name[5:]) in Catalog(place / "_stillframe").steps()
+                time.sleep(0.005)
+            living.wait()
+        assert seen
+
+    def test_ranks_that_divide_it_otherwise_read_the_tier(self, tmp_path: Path) -> None:
+        """Saved by two, tensor parallel; read by two that are replicas; and the other way round."""
+        place = tmp_path / "run"
+        self.live(Wish(str(place), steps=4, kind="disks"))
+        before, found = plain(place / "iter_0000004"), 4
+        for kind in ("dp", ""):
+            wish = Wish(str(place), steps=0, seed=2, kind=f"disks reshaped again {kind}")
+            assert self.live(wish).more["found"] == 4
+            found += 90
+            assert_same(plain(place / f"iter_{found:07d}"), before)
+
+    def test_the_others_do_not_hang_when_a_rank_dies(self, tmp_path: Path, calm: Result) -> None:
+        place = tmp_path / "run"
+        with Living(MODULE, Wish(str(place), kill_at=4, kind="disks", delay_s=random.random() * 0.2), 2) as living:
+            living.wait()
+            ended = living.processes[0].communicate(timeout=300)
+        assert re.search(r"the save failed|Connection (closed|reset)", ended[1]), ended[1][-3000:]
+        again = self.live(Wish(str(place), seed=2, kind="disks"))
+        assert_goes_on(again, calm)
+        assert again.more["found"] >= 2
+
+
+@pytest.fixture(scope="module")
+def calm() -> Result:
+    """A run of two ranks that share the root, left alone."""
+    return TestMegatron().calm("", 2)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import importlib
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -209,8 +210,6 @@ def test_the_process_that_megatron_starts_ends_with_the_save(tmp_path: Path, str
 
 
 def test_directories_decide_what_stays(tmp_path: Path, strategy: Any) -> None:
-    import shutil
-
     for value in range(1, 5):
         save(strategy, tmp_path / f"iter_{value:07d}", value)
     (tmp_path / "iter_0000002").rename(tmp_path / "best")
@@ -277,9 +276,97 @@ def test_a_trainer_that_is_killed_while_it_publishes_leaves_nothing(tmp_path: Pa
     assert (tmp_path / TRACKER).read_text() == "3"
 
 
-def test_a_root_that_the_ranks_do_not_share_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"SaveStrategy\(root='/nvme/\{node\}/gpt'\): all ranks need to see"):
-        ours.SaveStrategy("/nvme/{node}/gpt")
+def test_places_that_do_not_go_together_are_refused(tmp_path: Path) -> None:
+    tier, disks = stillframe.Tier(tmp_path / "tier"), f"{tmp_path}/{{node}}"
+    for given, says in (
+        ({"tiers": [tier]}, "for a root on the nodes' own disks"),
+        ({"root": tmp_path, "keep": stillframe.KeepLast(3)}, "only the directories decide what stays"),
+        ({"shared": False}, "give a root on the nodes' own disks"),
+        ({"root": disks, "shared": True}, "give a root on the nodes' own disks"),
+        ({"root": disks, "tiers": [stillframe.Tier(tmp_path, every=3), tier]}, "the first tier gets each"),
+        ({"root": disks, "tiers": tier}, "give a list of Tier"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            ours.SaveStrategy(**given)
+    with pytest.raises(ConfigError, match=r"call SaveStrategy\(…\)\.latest\(save_dir\)"):
+        ours.latest(tmp_path, disks)
+
+
+@pytest.fixture
+def disks(tmp_path: Path) -> str:
+    return f"{tmp_path}/disks/{{node}}"
+
+
+def test_a_disk_that_is_lost_is_made_up_for_by_the_tier(tmp_path: Path, disks: str) -> None:
+    """Two ranks with disks of their own: ``tests/engines/test_megatron.py``."""
+    place = tmp_path / "run"
+    for value in (1, 2, 3):
+        strategy = ours.SaveStrategy(disks)
+        assert strategy.latest(place) == (str(place / f"iter_{value - 1:07d}") if value > 1 else None)
+        save(strategy, place / f"iter_{value:07d}", value)
+        assert (place / TRACKER).read_text() == str(value)
+        strategy.close()
+        shutil.rmtree(tmp_path / "disks")
+    assert Catalog(place / "_stillframe").steps() == [1, 2, 3]
+    for value in (1, 2, 3):
+        assert_is(load(place / f"iter_{value:07d}"), value)
+    assert ours.latest(place) == str(place / "iter_0000003")  # it needs no disk
+
+
+def test_nothing_names_it_before_the_tier_has_it(tmp_path: Path, disks: str) -> None:
+    place, tier = tmp_path / "run", stillframe.Tier(tmp_path / "tier", limit="4kB/s")
+    strategy = ours.SaveStrategy(disks, tiers=[tier])
+    save(strategy, place / "iter_0000001", 1)
+    request = save(strategy, place / "iter_0000002", 2, async_sharded_save=True)  # later, by the limit
+    (own,) = (tmp_path / "disks").iterdir()
+    until(lambda: Catalog(own).steps() == [1, 2], "the commit in the root")
+    assert (place / TRACKER).read_text() == "1"
+    assert not (place / "iter_0000002/metadata.json").exists()
+    assert Catalog(tmp_path / "tier").steps() == [1]
+    assert not request.async_fn_args[0].item()
+    finalize(request)
+    assert (place / TRACKER).read_text() == "2"
+    assert Catalog(tmp_path / "tier").steps() == [1, 2]
+    assert_is(load(place / "iter_0000002"), 2)
+    strategy.close()
+
+
+def test_two_directories_of_checkpoints_have_disks_of_their_own(tmp_path: Path, disks: str) -> None:
+    strategy = ours.SaveStrategy(disks)
+    save(strategy, tmp_path / "run/iter_0000001", 1)
+    with pytest.raises(ConfigError, match="cannot share"):
+        save(strategy, tmp_path / "other/iter_0000001", 1)
+    strategy.close()
+
+
+def test_what_cannot_be_carried_is_no_checkpoint(tmp_path: Path, disks: str) -> None:
+    """The tier turns out to be another run's."""
+    place, strategy = tmp_path / "run", ours.SaveStrategy(disks)
+    save(strategy, place / "iter_0000001", 1)
+    strategy.close()
+    shutil.rmtree(place / "_stillframe")
+    with stillframe.Checkpointer(place / "_stillframe") as other:
+        other.save(5, {"a": torch.ones(3)}).wait()
+    strategy = ours.SaveStrategy(disks)
+    with pytest.raises(StorageError):
+        save(strategy, place / "iter_0000002", 2)
+    assert not (place / "iter_0000002/metadata.json").exists()
+    assert (place / TRACKER).read_text() == "1"
+    strategy.close()
+
+
+def test_directories_decide_what_stays_in_the_tier(tmp_path: Path, disks: str) -> None:
+    strategy, place = ours.SaveStrategy(disks), tmp_path / "run"
+    for value in range(1, 5):
+        save(strategy, place / f"iter_{value:07d}", value)
+    (place / "iter_0000002").rename(place / "best")
+    shutil.rmtree(place / "iter_0000001")
+    shutil.rmtree(place / "iter_0000003")
+    for value in range(5, 8):
+        save(strategy, place / f"iter_{value:07d}", value)
+    strategy.close()
+    assert Catalog(place / "_stillframe").steps() == [2, 4, 5, 6, 7]
+    assert_is(load(place / "best"), 2)
 
 
 def test_what_does_not_fit_is_refused_by_name(tmp_path: Path, strategy: Any) -> None:

@@ -10,6 +10,9 @@
 The data is a step in the root ``_stillframe`` beside the directories.  A directory holds Megatron's small files and
 ``stillframe.json``, which names the step.  That file, ``metadata.json`` and, for directories called ``iter_0000100``,
 ``latest_checkpointed_iteration.txt`` are written when the step is committed, not before.
+
+``SaveStrategy("/nvme/{node}/gpt")`` saves to the nodes' own disks first.  Then ``_stillframe`` is the tier behind them,
+and a step is committed when that has it; ``strategy.latest("runs/gpt")`` carries there what a crash has left behind.
 """
 
 from __future__ import annotations

@@ -18,8 +18,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from stillframe import Catalog, Save, spi
-from stillframe.errors import FormatError, IntegrityError, NotFoundError
+from stillframe.errors import ConfigError, FormatError, IntegrityError, NotFoundError
 from stillframe.integrations.frameworks import agreed
+from stillframe.integrations.megatron.places import Place
 from stillframe.open_roots import How, find_root, seat, settle_root
 from stillframe.store import files, is_url, root_address
 
@@ -118,8 +119,7 @@ class Publication:
     """
 
     directory: str
-    root: str
-    storage_options: Mapping[str, Any] | None
+    place: Place
     common: bytes
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _is_done: bool = False
@@ -130,21 +130,28 @@ class Publication:
 
     def _seen_from_root(self) -> str:
         beside = os.path.join(os.path.dirname(self.directory), ROOT)
-        return f"../{os.path.basename(self.directory)}" if self.root == beside else self.directory
+        return f"../{os.path.basename(self.directory)}" if self.place.root == beside else self.directory
+
+    def _catalog(self) -> Catalog:
+        return Catalog(self.place.root, storage_options=self.place.storage_options)
 
     def publish(self, save: Save) -> None:
-        """It is committed.  May be called again.  Raises: :class:`StorageError`."""
+        """Block until it is committed where all ranks see it; then let them.  May be called again.
+
+        Raises why it is not committed there; :class:`StorageError`.
+        """
+        self.place.wait(save)
         assert save.epoch is not None
         with self._lock:
             if not self._is_done:
                 files.write_file(os.path.join(self.directory, COMMON), self.common, is_forced=True)
                 named = (save.step, save.epoch, save.attempt)
-                publish(self.directory, self.root, named, digest_of(self.common))
+                publish(self.directory, self._catalog(), named, digest_of(self.common))
                 self._is_done = True
 
-    def tidy(self, run: spi.Run, save: Save) -> None:
+    def tidy(self, save: Save) -> None:
         """Remove the earlier steps whose directory is gone, or names another one.  Thread: that of the commits."""
-        above, catalog = os.path.dirname(self.directory), Catalog(self.root, storage_options=self.storage_options)
+        above, catalog = os.path.dirname(self.directory), self._catalog()
         known = [read_pointer(os.path.join(above, name)) for name in files.names_in(above)]
         named = {each.save for each in known if each is not None}
         going = []
@@ -155,15 +162,18 @@ class Publication:
                 if (step, found.epoch, found.attempt) not in named and at and os.path.dirname(at) == above:
                     going.append(step)
         if going:
-            spi.remove(run, going)
+            self.place.remove(catalog, going)
 
 
-def publish(directory: str, root: str, save: _Named, common: str) -> None:
+def publish(directory: str, catalog: Catalog, save: _Named, common: str) -> None:
     """Write what makes a directory one of Megatron's checkpoints, each file whole and durable.
 
-    Raises: :class:`StorageError`.
+    In a tier, where a keeper prunes, it is pinned before anything names it.
+    Raises: :class:`StorageError`; :class:`NotFoundError` if it is just being removed there.
     """
-    above = os.path.dirname(directory)
+    above, root = os.path.dirname(directory), str(catalog.root)
+    if spi.is_tier(catalog):
+        catalog.pin(save[0])
     seen = f"../{ROOT}" if root == os.path.join(above, ROOT) else root
     text = {"root": seen, "step": save[0], "epoch": save[1], "attempt": save[2], "common": common}
     _put(os.path.join(directory, POINTER), json.dumps(text).encode())
@@ -188,7 +198,7 @@ def _is_whole(directory: str) -> bool:
     return _holds(os.path.join(directory, CONFIG), _CONFIG)
 
 
-def _remove_unfinished(above: str) -> None:
+def remove_unfinished(above: str) -> None:
     """What a trainer that was killed while it published has left."""
     files.remove_unfinished(above, [TRACKER])
     for name in files.names_in(above):
@@ -218,6 +228,11 @@ def latest(
     :class:`SaveStrategy` was given one.  Every rank calls it.
     Raises, on every rank: :class:`StorageError`, :class:`BusyError`.
     """
+    if "{node}" in str(root):
+        raise ConfigError(
+            f"latest(root={str(root)!r}): this is on the nodes' own disks; call SaveStrategy(…).latest(save_dir), or "
+            "leave root out to find what is in the tier beside the directories"
+        )
     above = os.path.abspath(save_dir)
     address = root_address(os.path.join(above, ROOT) if root is None else root)
     return agreed(lambda: _latest(above, address, storage_options))
@@ -226,11 +241,17 @@ def latest(
 def _latest(above: str, root: str, storage_options: Mapping[str, Any] | None) -> str | None:
     if not is_url(root) and files.kind_of(root) == "nothing":
         return None
+    catalog = Catalog(root, storage_options=storage_options)
     if find_root(root) is not None:
         settle_root(root, seat()[1], How(storage_options=storage_options))
-    elif spi.wait_finished(root, storage_options):
-        _remove_unfinished(above)
-    catalog, newest = Catalog(root, storage_options=storage_options), None
+    elif not spi.is_tier(catalog) and spi.wait_finished(root, storage_options):
+        remove_unfinished(above)
+    return newest_in(catalog, above)
+
+
+def newest_in(catalog: Catalog, above: str) -> str | None:
+    """On rank 0: publish what is committed and is not published yet; the newest.  Raises: :class:`StorageError`."""
+    newest = None
     for save in catalog.committed():
         directory, named = directory_of(catalog, save), (save.step, save.epoch, save.attempt)
         if directory is None or os.path.dirname(directory) != above or files.kind_of(directory) != "directory":
@@ -240,7 +261,7 @@ def _latest(above: str, root: str, storage_options: Mapping[str, Any] | None) ->
             continue
         common, path = str(catalog.manifest(save).metadata.get("common")), os.path.join(directory, COMMON)
         if files.kind_of(path) == "file" and digest_of(files.read_file(path)) == common:
-            publish(directory, root, named, common)  # older ones, too: else they would go as those that nobody names
+            publish(directory, catalog, named, common)  # older ones, too: else they would go as those that nobody names
             newest = newest or directory
         else:
             logger.warning("step %d is skipped: %s is not the one that was saved with it", save.step, path)

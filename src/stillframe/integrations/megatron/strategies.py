@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
-import functools
 import os
 import time
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import megatron.core
@@ -16,20 +16,24 @@ from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, 
 from megatron.core.dist_checkpointing.strategies import base
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 
-from stillframe import Save, spi
+from stillframe import Catalog, Keep, Save, Tier, spi
 from stillframe.errors import ConfigError, FormatError, NotFoundError
-from stillframe.integrations.frameworks import check_version, here, together
+from stillframe.integrations.frameworks import agreed, check_version, here, together
 from stillframe.integrations.megatron.directory import (
     BACKEND,
     COMMON,
     ROOT,
     VERSION,
     Publication,
+    latest,
+    newest_in,
     number_of,
     pointer_of,
+    remove_unfinished,
 )
 from stillframe.integrations.megatron.layout import Filling, described, to_state
-from stillframe.open_roots import How, OpenRoot, admitting, close_root, fence, seat
+from stillframe.integrations.megatron.places import OwnDisks, Place, SharedRoot, check_disks, fence
+from stillframe.open_roots import How, seat
 from stillframe.store import files, root_address
 
 _TESTED = "0.16"
@@ -48,38 +52,62 @@ class SaveStrategy(base.AsyncSaveShardedStrategy):  # type: ignore[misc]  # mypy
     optimizer owns is copied at once.  A save has succeeded when it is a checkpoint: every rank's bytes durable.
 
     root: where the data goes, a directory that all ranks see, or a URL; ``None``: ``_stillframe`` beside the
-    directories.  arena: host memory lent for staging, as of :class:`stillframe.Checkpointer`.  storage_options: of an
-    object store, as there.  There is no ``keep``: remove a directory, and its data goes after the next save, or when
-    this is closed.
+    directories.  There is no ``keep`` for it: remove a directory, and its data goes after the next save, or when this
+    is closed.  On the nodes' own disks (``{node}`` in it, or ``shared=False``) a save has succeeded when the first of
+    the ``tiers`` has it; without ``tiers``, that is ``_stillframe`` beside the directories.
+    tiers, keep, deadline_s: for such disks only, as of :class:`stillframe.Checkpointer`; ``keep`` is ``KeepLast(2)``.
+    arena: host memory lent for staging, and storage_options: of an object store, as there.
 
     Make one and use it for every save: it remembers whose memory the state is, and reuses its copies.
-    Thread: the training thread's, on every rank.  Raises: :class:`ConfigError` for versions that were not tested.
+    Thread: the training thread's, on every rank.  Raises: :class:`ConfigError`, also for versions that were not tested.
     """
 
     def __init__(
         self,
         root: str | os.PathLike[str] | None = None,
         *,
+        tiers: Sequence[Tier] = (),
+        keep: Keep | None = None,
+        shared: bool | None = None,
+        deadline_s: float = 600.0,
         arena: int | str = "auto",
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         _check_version()
         super().__init__(BACKEND, VERSION)
-        if "{node}" in str(root):
-            raise ConfigError(
-                f"SaveStrategy(root={str(root)!r}): all ranks need to see the root, as they see Megatron's "
-                "directories; give a shared directory, or a URL"
-            )
-        self._root = None if root is None else root_address(root)
+        of_disks = {"arena": arena, "storage_options": storage_options, "deadline_s": deadline_s}
+        self._disks = check_disks(root, shared, tiers, keep, of_disks)
+        self._root = None if root is None or self._disks is not None else root_address(root)
         self._how = How(arena, storage_options=storage_options)
         self._live = spi.LiveState()
-        self._used: set[str] = set()
-        self._last: tuple[Save, Callable[[Save], object]] | None = None
-        """Rank 0's last save, and what removes the steps whose directories are gone."""
+        self._places: dict[str, Place] = {}
+        """Those in use, by what they are beside; on disks of the nodes' own there is one."""
+        self._last: tuple[Save, Publication] | None = None
+        """Rank 0's: it removes the steps whose directories are gone."""
 
     @property
     def can_handle_sharded_objects(self) -> bool:
         return True
+
+    def latest(self, save_dir: str | os.PathLike[str]) -> str | None:
+        """As :func:`latest`, of what this saves.  On the nodes' own disks it first lets the tier have what they have.
+
+        Every rank calls it, before training.  Raises also what a ``Checkpointer`` and its ``restore`` raise.
+        """
+        above = os.path.abspath(save_dir)
+        if self._disks is None:
+            return latest(above, self._root, storage_options=self._how.storage_options)
+        place = self._place(above)
+        assert isinstance(place, OwnDisks)
+        place.settle()
+
+        def find() -> str | None:
+            if files.kind_of(above) == "nothing":
+                return None
+            remove_unfinished(above)
+            return newest_in(Catalog(place.root, storage_options=place.storage_options), above)
+
+        return agreed(find)
 
     def save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> None:
         """Blocks until it is committed.  Raises, on every rank if on one: why it failed."""
@@ -90,62 +118,90 @@ class SaveStrategy(base.AsyncSaveShardedStrategy):  # type: ignore[misc]  # mypy
 
         Finalizing it raises, on every rank if on one, why it failed.
         """
-        save, publication = self._request(sharded_state_dict, checkpoint_dir)
+        save, published = self._request(sharded_state_dict, checkpoint_dir)
         is_over = torch.zeros(1, dtype=torch.uint8).share_memory_()
-        spi.when_over(save, lambda _: is_over.fill_(1))
-        return AsyncRequest(wait_over, (is_over, os.getpid()), [lambda: self._finish(save, publication)])
+        _awaited[save] = is_over
+        spi.when_over(save, _end_wait)
+        return AsyncRequest(wait_over, (is_over, os.getpid()), [lambda: self._finish(save, published)])
 
     def close(self) -> None:
         """Let go of the root, which stays open between saves; waits for what was requested.  May be called again."""
         if self._last is not None:
-            save, tidy = self._last
-            save.then(tidy)
+            save, publication = self._last
+            save.then(publication.tidy)
         self._last = None
-        while self._used:
-            close_root(self._used.pop())
+        while self._places:
+            self._places.popitem()[1].close()
 
-    def _request(self, sharded: Any, checkpoint_dir: Any) -> tuple[Save, Publication | None]:
+    def _place(self, above: str) -> Place:
+        """Where the data of the directories in ``above`` goes.  Every rank asks.  Blocks if it has to be opened."""
+        beside = root_address(os.path.join(above, ROOT))
+        if self._disks is None:
+            address = self._root or beside
+            return self._places.setdefault(address, SharedRoot(address, self._how))
+        address = beside if not self._disks.tiers else ""
+        if self._places and address not in self._places:
+            raise ConfigError(
+                f"the data of {above} and that of {os.path.dirname(next(iter(self._places)))} cannot share "
+                f"{self._disks.root}: give each a SaveStrategy with a root of its own, or all of them tiers=…"
+            )
+        if address not in self._places:
+            self._places[address] = OwnDisks(self._disks, beside)
+        return self._places[address]
+
+    def _request(self, sharded: Any, checkpoint_dir: Any) -> tuple[Save, Callable[[Save], object]]:
+        """The save, and what waits until it stands for a checkpoint; on rank 0 that makes it one."""
         if "://" in str(checkpoint_dir):
             raise ConfigError(f"{checkpoint_dir}: give a directory, and SaveStrategy(root=…) the URL for the data")
         directory = os.path.abspath(checkpoint_dir)
-        address = self._root or root_address(os.path.join(os.path.dirname(directory), ROOT))
-        rank, world_size = seat()
+        place = self._place(os.path.dirname(directory))
+        place.make_room()
         publication: Publication | None = None
         with contextlib.ExitStack() as stack:
 
             def begin() -> Any:
                 nonlocal publication
-                if rank != 0:
+                if seat()[0] != 0:
                     return None
-                common = files.read_file(os.path.join(directory, COMMON))
-                publication = Publication(directory, address, self._how.storage_options, common)
-                return stack.enter_context(admitting(address, world_size, self._how, least=number_of(directory)))
+                publication = Publication(directory, place, files.read_file(os.path.join(directory, COMMON)))
+                return stack.enter_context(place.admitting(number_of(directory)))
 
-            admission = together(begin)[0].of(rank)
+            word = together(begin)[0]
 
-            def requested() -> tuple[OpenRoot, Save]:
-                root = stack.enter_context(admission.enter(address, self._how))
+            def requested() -> Save:
+                save_under = stack.enter_context(place.entering(word))
                 fence()  # the copies of the state before have been copied away
                 state = to_state(sharded, self._live)
-                about = None if publication is None else publication.about()
-                return root, root.save(admission.ticket, state, metadata=about)
+                return save_under(state, None if publication is None else publication.about())
 
-            root, save = here(requested)
-        self._used.add(address)
-        if publication is not None:
-            tidy = functools.partial(publication.tidy, root.run)
-            save.then(publication.publish)
-            save.then(tidy)
-            self._last = save, tidy
-        return save, publication
-
-    def _finish(self, save: Save, publication: Publication | None) -> None:
-        def finished() -> None:
-            save.wait("committed")
+            save = here(requested)
+            published = place.wait if publication is None else publication.publish
+            save.then(published)
             if publication is not None:
-                publication.publish(save)  # at the latest; Megatron then writes metadata.json itself, and that is told
+                save.then(publication.tidy)
+                self._last = save, publication
+            spi.when_over(save, place.over)
+        return save, published
 
-        here(finished)
+    def _finish(self, save: Save, published: Callable[[Save], object]) -> None:
+        here(lambda: published(save))  # at the latest; Megatron then writes metadata.json itself, and that is told
+
+
+_awaited: dict[Save, torch.Tensor] = {}
+"""What the processes of :func:`wait_over` look at."""
+os.register_at_fork(after_in_child=_awaited.clear)
+
+
+def _end_wait(save: Save) -> None:
+    is_over = _awaited.pop(save, None)
+    if is_over is not None:
+        is_over.fill_(1)
+
+
+@atexit.register  # after multiprocessing has registered that it waits for these processes, so it is called before
+def _end_waits() -> None:
+    for save in list(_awaited):
+        _end_wait(save)
 
 
 def wait_over(is_over: torch.Tensor, trainer: int) -> None:

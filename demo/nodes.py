@@ -3,7 +3,8 @@
     A   2 hosts that save nothing and are left alone
     B   the same with a checkpoint at every step; inside a step one host is cut off from the network and killed, and its
         disk is lost.  The other notices by itself.  A fresh host with another name and address takes the place, and
-        torchrun goes on: the host that stayed reads its own disk where it can, the fresh one the shared directory
+        torchrun goes on: the host that stayed reads its own disk where it can, the fresh one the shared directory (with
+        Megatron both read the shared directory)
 
 A and B must end with the same bits; the exit code is 1 if they do not.  The hosts are network namespaces of this
 machine (:mod:`demo.hosts`), which need root.  Everything is written to runs/demo-nodes, which is emptied first.

@@ -169,6 +169,7 @@ def test_nothing_names_it_before_it_is_committed(tmp_path: Path, strategy: Any) 
     assert (tmp_path / TRACKER).read_text() == "2"
     with pytest.raises(mcore.core.CheckpointingException, match="is not a distributed checkpoint"):
         load(tmp_path / "iter_0000003")
+    strategy._last[0].wait("staged", timeout_s=60)  # else the next keeper may get it
     kill(keeper)
     with pytest.raises(stillframe.StillframeError):
         finalize(request)

@@ -16,14 +16,15 @@ from stillframe.format import tree
 from stillframe.restoring.load import Builder, Later
 from stillframe.restoring.place import Placement
 from stillframe.state.boxes import Box
+from stillframe.state.live import mapped
 
 
 class BoxReader:
     """The checkpoint of a step (the newest if none is given), open for reading box by box.
 
     :attr:`outline` is the state of all ranks as one, with every tensor on the meta device.  These tensors are what
-    :meth:`boxes` and :meth:`want` take.  Where each rank stored a value of its own, that of ``rank`` is taken; if
-    its part is not here, because the ranks did not share the root, that of the first rank that is.
+    :meth:`boxes`, :meth:`want` and the others take.  Where each rank stored a value of its own, that of ``rank`` is
+    taken; if its part is not here, because the ranks did not share the root, that of the first rank that is.
 
     Raises: :class:`NotFoundError`, :class:`IntegrityError`, :class:`VersionError`.
     """
@@ -48,6 +49,7 @@ class BoxReader:
             self._placement.fill()
             self.outline: Any = later()
             self._leaves = outline.leaves
+            self._conversions: list[tuple[torch.Tensor, torch.Tensor]] = []
             self._placement = Placement(self._stored)
         except BaseException:
             self.close()
@@ -71,10 +73,32 @@ class BoxReader:
         shape = tuple(into.shape)
         self._placement.add_box(self._leaf(tensor), Box(tuple(offset), shape, (0,) * len(shape)), into.detach())
 
+    def want_as(self, tensor: torch.Tensor, offset: Sequence[int], into: torch.Tensor) -> None:
+        """As :meth:`want`, into a tensor of any dtype: what is read is converted."""
+        read = into if into.dtype == tensor.dtype else torch.empty(into.shape, dtype=tensor.dtype)
+        self.want(tensor, offset, read)
+        if read is not into:
+            self._conversions.append((into.detach(), read))
+
+    def want_all(self, outline: Any) -> Any:
+        """A part of the outline with memory for its tensors, which are to be read into it."""
+
+        def leaf(_path: Any, value: Any) -> Any:
+            if not isinstance(value, torch.Tensor) or not value.is_meta:
+                return value
+            into = torch.empty(value.shape, dtype=value.dtype)
+            self.want(value, (0,) * value.dim(), into)
+            return into
+
+        return mapped(outline, leaf)
+
     def read(self) -> None:
         """Read and verify everything wanted so far.  Blocks.  Raises: :class:`IntegrityError`."""
         placement, self._placement = self._placement, Placement(self._stored)
+        conversions, self._conversions = self._conversions, []
         placement.fill()
+        for into, read in conversions:
+            into.copy_(read)
 
     def close(self) -> None:
         """May be called again."""

@@ -77,6 +77,12 @@ class TensorBox:
             )
 
     @classmethod
+    def of(cls, parts: Sequence[TensorBox]) -> torch.Tensor | TensorBox:
+        """What this rank writes of one tensor: the tensor itself if one of the boxes is all of it, else all in one."""
+        whole = [each.tensor for each in parts if tuple(each.tensor.shape) == each.shape]
+        return whole[0] if whole else parts[0] if len(parts) == 1 else cls.joined(parts)
+
+    @classmethod
     def joined(cls, parts: Sequence[TensorBox]) -> TensorBox:
         """Several boxes that this rank writes of one tensor.  Raises :class:`ConfigError`.
 

@@ -26,7 +26,7 @@ from stillframe.errors import StateError, UnsupportedStateError
 from stillframe.integrations.dcp.place import PathLike, Place, id_of
 from stillframe.integrations.pickled import Opaque, from_leaves
 from stillframe.open_roots import seat
-from stillframe.spi import BoxReader, mapped
+from stillframe.spi import BoxReader
 from stillframe.state.torch_internals import flatten_state_dict
 
 _ALLOW = "give Reader(…, allow_pickle=True)"
@@ -65,7 +65,8 @@ class Reader(Place, StorageReader):
         nested = outline if isinstance(outline, dict) else {"": outline}
         self._flat, paths = flatten_state_dict(nested)
         self._whole = {str(key): value for key, value in nested.items()}
-        described = Described({name: self._described(value) for name, value in self._flat.items()}, self._whole)
+        described = Described({name: self._described(value) for name, value in self._flat.items()})
+        described.whole = frozenset(self._whole)
         self.load_id = uuid.uuid4().hex
         about = StorageMeta(self.path, save_id=id_of(self._reader.save), load_id=self.load_id)
         return Metadata(described, planner_data=paths, storage_meta=about, version=CURRENT_DCP_VERSION)
@@ -96,75 +97,52 @@ class Reader(Place, StorageReader):
         is_flat = getattr(planner, "flatten_state_dict", True)
         named = self._flat if is_flat else {**self._flat, **self._whole}
         with self._reader as reader:
-            tensors: list[tuple[ReadItem, torch.Tensor, torch.Tensor]] = []
-            values: list[tuple[ReadItem, Any]] = []
+            found: list[tuple[ReadItem, Any]] = []
             for item in plan.items:
                 value = named[item.storage_index.fqn]
                 if item.type is LoadItemType.BYTE_IO:
-                    values.append((item, _filled(value, reader)))
+                    found.append((item, reader.want_all(value)))
                     continue
                 target = planner.resolve_tensor(item).detach()
-                into = target if target.dtype == value.dtype else torch.empty_like(target, dtype=value.dtype)
                 chunk = item.storage_index.offset or (0,) * value.dim()
-                reader.want(value, [a + b for a, b in zip(chunk, item.storage_offsets, strict=True)], into)
-                tensors.append((item, target, into))
+                reader.want_as(value, [a + b for a, b in zip(chunk, item.storage_offsets, strict=True)], target)
+                found.append((item, target))
             reader.read()
-            for item, value in values:
-                name = item.storage_index.fqn
-                value = from_leaves(value, "cpu", not self.allow_pickle, _ALLOW, (name,))
-                planner.load_bytes(item, _as_bytes(name, value, planner, self.allow_pickle))
-            for item, target, into in tensors:
-                if into is not target:
-                    target.copy_(into)
-                planner.commit_tensor(item, target)
+            for item, value in found:
+                if item.type is LoadItemType.BYTE_IO:
+                    planner.load_bytes(item, self._bytes_of(item.storage_index.fqn, value, planner))
+                else:
+                    planner.commit_tensor(item, value)
         done: torch.futures.Future[None] = torch.futures.Future()
         done.set_result(None)
         return done
+
+    def _bytes_of(self, name: str, stored: Any, planner: LoadPlanner) -> io.BytesIO:
+        """As the planner that saved it would have written it.  Raises :class:`UnsupportedStateError`."""
+        value = from_leaves(stored, "cpu", not self.allow_pickle, _ALLOW, (name,))
+        if not isinstance(value, Opaque):
+            data = io.BytesIO()
+            torch.save(value, data)
+            return io.BytesIO(data.getvalue())
+        is_default = type(planner).load_bytes is DefaultLoadPlanner.load_bytes
+        if is_default or (isinstance(planner, DefaultLoadPlanner) and not self.allow_pickle):
+            raise UnsupportedStateError(
+                f"{name!r} holds bytes that a planner of its own wrote, which DCP's default planner would unpickle: "
+                "load it with the planner that understands them, and if that one may hand them on to the default one, "
+                f"{_ALLOW}"
+            )
+        return io.BytesIO(value.data)
 
 
 class Described(dict[str, Any]):
     """What each flat name stands for; a top-level key that stands for several of them can be looked up, too."""
 
-    def __init__(self, flat: dict[str, Any], whole: dict[str, Any]) -> None:
-        super().__init__(flat)
-        self._whole = set(whole)
+    whole: frozenset[str] = frozenset()
 
     def __contains__(self, name: object) -> bool:
-        return super().__contains__(name) or name in self._whole
+        return super().__contains__(name) or name in self.whole
 
     def __missing__(self, name: str) -> BytesStorageMetadata:
-        if name not in self._whole:
+        if name not in self.whole:
             raise KeyError(name)
         return BytesStorageMetadata()
-
-
-def _filled(node: Any, reader: BoxReader) -> Any:
-    """The same nesting; its tensors, which are without data in the outline, get theirs when ``reader`` reads."""
-
-    def leaf(_path: Any, value: Any) -> Any:
-        if not isinstance(value, torch.Tensor) or not value.is_meta:
-            return value
-        into = torch.empty(value.shape, dtype=value.dtype)
-        reader.want(value, (0,) * value.dim(), into)
-        return into
-
-    return mapped(node, leaf)
-
-
-def _as_bytes(name: str, value: Any, planner: LoadPlanner, allow_pickle: bool) -> io.BytesIO:
-    if isinstance(value, Opaque):
-        if type(planner).load_bytes is DefaultLoadPlanner.load_bytes:
-            raise UnsupportedStateError(
-                f"{name!r} holds bytes that a planner of its own wrote: load it with the planner that understands them "
-                "(DCP's default one would unpickle them)"
-            )
-        if isinstance(planner, DefaultLoadPlanner) and not allow_pickle:
-            raise UnsupportedStateError(
-                f"{name!r} holds bytes that a planner of its own wrote, and {type(planner).__name__} may hand them on "
-                f"to DCP's default planner, which would unpickle them: to allow that, {_ALLOW}"
-            )
-        return io.BytesIO(value.data)
-    data = io.BytesIO()
-    torch.save(value, data)
-    data.seek(0)
-    return data

@@ -61,8 +61,7 @@ def _joined(boxes: _Boxes, tensors: dict[str, dict[str, list[torch.Tensor]]]) ->
                 spi.TensorBox(tensor.detach(), shape, piece.global_offset[axes:])
                 for piece, tensor in zip(pieces, tensors[key][index], strict=True)
             ]
-            box = made[0] if len(made) == 1 else spi.TensorBox.joined(made)
-            found[index] = box.tensor if tuple(box.tensor.shape) == shape and len(made) == 1 else box
+            found[index] = spi.TensorBox.of(made)
         if "" in found and len(found) > 1:
             raise UnsupportedStateError(f"{key!r} has prepended axes in some of its parts and none in others")
         state[key] = found.get("", found)
@@ -76,8 +75,6 @@ class Filling:
         outline = reader.outline if isinstance(reader.outline, dict) else {}
         self._tensors, self._objects = outline.get(TENSORS, {}), outline.get(OBJECTS, {})
         self._reader, self._weights_only = reader, weights_only
-        self._later: list[tuple[torch.Tensor, torch.Tensor]] = []
-        """Tensors of another dtype than the stored one: target, and what is read."""
 
     def values(self, sharded: Sequence[Any]) -> list[Any]:
         """The value of each, verified.  A tensor is read into the memory that it comes with, if it comes with any.
@@ -86,8 +83,6 @@ class Filling:
         """
         found = [self._object(each) if isinstance(each, ShardedObject) else self._tensor(each) for each in sharded]
         self._reader.read()
-        for target, read in self._later:
-            target.copy_(read)
         return [
             from_leaves(value, None, self._weights_only, "give LoadStrategy weights_only=False", (each.unique_key,))
             if isinstance(each, ShardedObject)
@@ -103,17 +98,7 @@ class Filling:
                 f"no object {name!r} in the checkpoint, and another rank's does not take its place; of this key it has "
                 f"{', '.join(others) or 'none'}"
             )
-        return self._filled(self._objects[name])
-
-    def _filled(self, node: Any) -> Any:
-        def leaf(_path: Any, value: Any) -> Any:
-            if not isinstance(value, torch.Tensor) or not value.is_meta:
-                return value
-            into = torch.empty(value.shape, dtype=value.dtype)
-            self._reader.want(value, (0,) * value.dim(), into)
-            return into
-
-        return spi.mapped(node, leaf)
+        return self._reader.want_all(self._objects[name])
 
     def _tensor(self, wanted: Any) -> torch.Tensor:
         if wanted.key not in self._tensors:
@@ -143,12 +128,7 @@ class Filling:
             if isinstance(tensor, dict):
                 raise NotFoundError(f"{key!r} lacks index {at} in the checkpoint")
             self._reader.check_filled(tensor)
-            box = into[place]
-            if box.dtype != tensor.dtype:
-                read = torch.empty(box.shape, dtype=tensor.dtype)
-                self._later.append((box, read))
-                box = read
-            self._reader.want(tensor, offset[axes:], box)
+            self._reader.want_as(tensor, offset[axes:], into[place])
 
 
 def _axes(stored: Any) -> int:

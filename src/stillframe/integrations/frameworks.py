@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+import contextlib
+import functools
+import re
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from stillframe import Save, spi
 from stillframe.errors import ConfigError, StillframeError, StorageError, from_record, text_of, to_record
+from stillframe.open_roots import Admission, How, admitting, seat
 
 _T = TypeVar("_T")
 
@@ -122,3 +127,65 @@ def _is_any(is_so: bool) -> bool:
     flag = torch.tensor([int(is_so)], dtype=torch.int32, device=device)
     dist.all_reduce(flag, dist.ReduceOp.MAX)
     return bool(flag.item())
+
+
+class Entrance(Protocol):
+    """Where ranks save together."""
+
+    def admitting(self, least: int) -> contextlib.AbstractContextManager[Any]:
+        """On rank 0: a word for the next save, for all ranks.  If the block raises, the save is given up."""
+
+    def entering(self, word: Any) -> contextlib.AbstractContextManager[Callable[..., Save]]:
+        """What saves under this word: it takes the state, and more arguments of ``spi.save``.
+
+        If the block raises, the other ranks are told.
+        """
+
+
+class SharedRoot:
+    """A root that all ranks see; it is open as long as somebody in this process saves to it."""
+
+    def __init__(self, root: str, how: How) -> None:
+        self.root, self._how = root, how
+        self._run: spi.Run | None = None
+
+    def admitting(self, least: int) -> contextlib.AbstractContextManager[Admission]:
+        return admitting(self.root, seat()[1], self._how, least=least)
+
+    @contextlib.contextmanager
+    def entering(self, word: Admission) -> Iterator[Callable[..., Save]]:
+        admission = word.of(seat()[0])
+        with admission.enter(self.root, self._how) as opened:
+            self._run = opened.run
+            yield functools.partial(opened.save, admission.ticket)
+
+
+def save_together(
+    where: Entrance,
+    name: str,
+    begin: Callable[[], _T],
+    state: Callable[[Any, list[_T]], tuple[Any, dict[str, Any]]],
+) -> Save:
+    """Request a save on every rank.  If that fails on one, raises on all, and nothing is saved.  A collective.
+
+    ``name``: as people see it; a number at its end is the least step.  ``begin``: comes first, and all learn what it
+    returns on each rank.  ``state``: takes the word for the save, and these; gives the state of this rank, and more
+    arguments of ``spi.save``.
+    """
+    number = re.search(r"(\d{1,11})$", name)
+    with contextlib.ExitStack() as stack:
+
+        def admitted() -> tuple[Any, _T]:
+            begun = begin()
+            if seat()[0] != 0:
+                return None, begun
+            return stack.enter_context(where.admitting(int(number[1]) if number else 0)), begun
+
+        said = together(admitted)
+        word = said[0][0]
+
+        def prepared() -> tuple[Callable[..., Save], tuple[Any, dict[str, Any]]]:
+            return stack.enter_context(where.entering(word)), state(word, [begun for _, begun in said])
+
+        save, (made, more) = here(prepared)  # first: a rank that saved would wait for one that could not even try
+        return here(lambda: save(made, **more))

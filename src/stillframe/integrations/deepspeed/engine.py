@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import re
 from typing import Any
 
 import stillframe
@@ -13,9 +12,9 @@ from stillframe import spi
 from stillframe.errors import ConfigError, ExistsError, NotFoundError, StillframeError
 from stillframe.integrations.deepspeed.export import write_object
 from stillframe.integrations.deepspeed.pointers import FILES, RUN, content_of, read
-from stillframe.integrations.frameworks import here, together
+from stillframe.integrations.frameworks import SharedRoot, here, save_together
 from stillframe.integrations.pickled import to_leaves
-from stillframe.open_roots import How, OpenRoot, admitting, fence, seat, settle_root
+from stillframe.open_roots import Admission, How, fence, seat, settle_root
 from stillframe.store import directory_address
 from stillframe.store.files import is_taken, kind_of
 
@@ -40,18 +39,23 @@ class CheckpointEngine:
         self._advice = None if allows else f'put "allow_pickle": true into "{_KEY}" of the DeepSpeed config'
         arena = f"auto:{int(size * 2**20)}KiB" if size else "auto"
         self._how = How(arena, stillframe.KeepLast(count) if count else None)
-        self._info: Any = None
+        self._live = spi.LiveState()
+        self._saves: dict[stillframe.Save, str] = {}
+        """Saves whose end nobody has been told of, each with the directory of its tag."""
+        self.drop()
+
+    def drop(self) -> None:
+        """Forget the checkpoint that was begun."""
+        self.info: Any = None
+        """What DeepSpeed says of that checkpoint: ``save_dir``, ``tag``, ``save_latest``."""
         self._files: dict[str, Any] = {}
         self.error: Exception | None = None
         """Why this rank cannot hand over its part of the checkpoint that was begun."""
-        self._live = spi.LiveState()
-        self._saves: list[tuple[str, stillframe.Save]] = []
-        """Saves whose end nobody has been told of, each with the directory of its tag."""
 
     def create(self, info: Any) -> None:
         """A checkpoint begins: DeepSpeed will hand over the files of this rank, perhaps none."""
         directory_address(info.save_dir)
-        self._info, self._files = info, {}
+        self.info, self._files = info, {}
 
     def save(self, state_dict: Any, path: str) -> None:
         """Take a file of the tag that was begun; write any other (of ``save_16bit_model``) with ``torch.save``."""
@@ -61,12 +65,11 @@ class CheckpointEngine:
             write_object(path, state_dict)
 
     def is_of_tag(self, directory: str) -> bool:
-        info = self._info
-        return info is not None and os.path.abspath(directory) == os.path.abspath(os.path.join(info.save_dir, info.tag))
+        return self.info is not None and os.path.abspath(directory) == self._directory()
 
-    def drop(self) -> None:
-        """Forget the checkpoint that was begun."""
-        self._info, self._files, self.error = None, {}, None
+    def _directory(self) -> str:
+        directory: str = os.path.abspath(os.path.join(self.info.save_dir, self.info.tag))
+        return directory
 
     def finish(self) -> None:
         """Every rank has handed over everything: request the save.  The tag takes the place of one of the same name.
@@ -74,55 +77,54 @@ class CheckpointEngine:
         Raises, on every rank if on one: the error of a save before; :class:`ExistsError`; :class:`ConfigError`;
         :class:`UnsupportedStateError`.
         """
-        info, files, error = self._info, self._files, self.error
+        info, files, error, directory = self.info, self._files, self.error, self._directory()
         self.drop()
-        rank, world_size = seat()
 
-        with contextlib.ExitStack() as stack:
+        def begin() -> int:
+            if error is not None:
+                raise error
+            self._tell_failure()
+            spi.Label(info.tag)
+            if is_taken(directory) and not is_taken(os.path.join(directory, "label.json")):
+                raise ExistsError(f"{directory} exists, and is not stillframe's: choose another tag, or remove it")
+            return len(files)
 
-            def begin() -> tuple[Any, int]:
-                if error is not None:
-                    raise error
-                self._tell_failure()
-                self._check_tag(info.tag, os.path.join(info.save_dir, info.tag))
-                admitted = admitting(info.save_dir, world_size, self._how, least=_number(info.tag))
-                return stack.enter_context(admitted) if rank == 0 else None, len(files)
+        def state(admission: Admission, counts: list[int]) -> tuple[Any, dict[str, Any]]:
+            fence()  # the copies of the state before have been copied away
+            label = spi.Label(info.tag, tuple(files), content_of(admission.run), bool(info.save_latest), sum(counts))
+            contents = self._live.state(to_leaves(files, self._advice))
+            return {"tag": info.tag, RUN: admission.run, FILES: contents}, {"label": label}
 
-            said = together(begin)
-            admission = said[0][0].of(rank)
-            total = sum(count for _, count in said)
-            label = spi.Label(info.tag, tuple(files), content_of(admission.run), bool(info.save_latest), total)
-
-            def prepare() -> tuple[OpenRoot, Any]:
-                root = stack.enter_context(admission.enter(info.save_dir, self._how))
-                fence()  # the copies of the state before have been copied away
-                contents = self._live.state(to_leaves(files, self._advice))
-                return root, {"tag": info.tag, RUN: admission.run, FILES: contents}
-
-            root, state = here(prepare)  # first: a rank that saved would wait for one that could not even try
-            directory = os.path.abspath(os.path.join(info.save_dir, info.tag))
-            self._saves.append((directory, here(lambda: root.save(admission.ticket, state, label=label))))
-
-    def _check_tag(self, tag: str, directory: str) -> None:
-        spi.Label(tag)
-        if is_taken(directory) and not is_taken(os.path.join(directory, "label.json")):
-            raise ExistsError(f"{directory} exists, and is not stillframe's: choose another tag, or remove it")
+        save = save_together(SharedRoot(info.save_dir, self._how), info.tag, begin, state)
+        self._saves[save] = directory
 
     def _tell_failure(self) -> None:
         """Raises the error of the first save that failed, once; forgets those that are committed."""
-        for directory, save in list(self._saves):
+        for save, directory in list(self._saves.items()):
             if save.phase == "committed" or save.error is not None:
-                self._saves.remove((directory, save))
+                del self._saves[save]
             if save.error is not None:
                 raise type(save.error)(f"{directory} was not saved: {save.error}") from save.error
+
+    def commit(self, info: Any) -> bool:
+        """Only ``save_16bit_model`` comes here, and has written its file."""
+        error = self.error
+        self.drop()
+        if error is not None:
+            raise error
+        return True
+
+    def get_commit_info(self) -> None:
+        """DeepSpeed asks right before an update: it may change state before the hook of the optimizer is called."""
+        fence()
 
     def load(self, path: str, map_location: Any = None) -> Any:
         """What was saved as this file, verified; also a file of DeepSpeed's own, if pickle is allowed."""
         return read(path, map_location, self._advice)
 
-    def wait(self) -> None:
-        """Until everything is committed.  Raises: the error of a save that failed, once."""
-        for _, save in self._saves:
+    def cleanup(self) -> None:
+        """Wait until everything is committed; may be called again.  Raises: the error of a save that failed, once."""
+        for save in self._saves:
             with contextlib.suppress(StillframeError):
                 save.wait("committed")
         self._tell_failure()
@@ -139,7 +141,7 @@ class CheckpointEngine:
 
         def settled() -> None:
             try:
-                self.wait()
+                self.cleanup()
             except StillframeError as error:
                 logger.warning("%s", error)
             try:
@@ -154,9 +156,3 @@ class CheckpointEngine:
 
         here(settled, "load")
         here(looked, "load")
-
-
-def _number(tag: str) -> int:
-    """The number at the end of a tag (``global_step100``), the least step for it; 0 if there is none."""
-    found = re.search(r"(\d{1,11})$", tag)
-    return int(found[1]) if found else 0

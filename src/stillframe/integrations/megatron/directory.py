@@ -101,12 +101,6 @@ def iteration_of(directory: str) -> int | None:
     return int(found[1]) if found else None
 
 
-def number_of(directory: str) -> int:
-    """The number at the end of a name, the least step for it; 0 if there is none."""
-    found = re.search(r"(\d{1,11})$", os.path.basename(directory))
-    return int(found[1]) if found else 0
-
-
 _newest: dict[str, _Named] = {}
 """By the directory above: the newest save that the tracker was written for in this process."""
 

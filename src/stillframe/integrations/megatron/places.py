@@ -17,7 +17,8 @@ from typing import Any, Protocol
 
 from stillframe import Catalog, Checkpointer, Keep, KeepLast, Save, Tier, spi
 from stillframe.errors import ConfigError, NotFoundError
-from stillframe.open_roots import How, admitting, close_root, seat
+from stillframe.integrations.frameworks import Entrance, SharedRoot
+from stillframe.open_roots import How, close_root
 from stillframe.open_roots import fence as fence_shared
 from stillframe.store import root_address
 
@@ -25,11 +26,8 @@ _LOOK_S = 0.05
 _UNPUBLISHED = KeepLast(2)
 """So many saves, at most, are in the tier before their directories name them."""
 
-SaveUnder = Callable[[Any, "Mapping[str, Any] | None"], Save]
-"""Takes the state, and metadata."""
 
-
-class Place(Protocol):
+class Place(Entrance, Protocol):
     """Thread: the training thread's; :meth:`wait` from any."""
 
     root: str
@@ -38,12 +36,6 @@ class Place(Protocol):
 
     def make_room(self) -> None:
         """Before a save, on every rank.  Blocks while earlier ones have to go first.  Raises nothing."""
-
-    def admitting(self, least: int) -> contextlib.AbstractContextManager[Any]:
-        """On rank 0: a word for the next save, for all ranks.  If the block raises, the save is given up."""
-
-    def entering(self, word: Any) -> contextlib.AbstractContextManager[SaveUnder]:
-        """What saves under this word.  If the block raises, the other ranks are told."""
 
     def wait(self, save: Save) -> None:
         """Block until it is committed where all ranks see it.  Raises why it is not."""
@@ -57,25 +49,15 @@ class Place(Protocol):
     def close(self) -> None: ...
 
 
-class SharedRoot:
-    """A root that all ranks see; it is open as long as somebody in this process saves to it."""
+class SharedPlace(SharedRoot):
+    """A root that all ranks see."""
 
     def __init__(self, root: str, how: How) -> None:
-        self.root, self.storage_options, self._how = root, how.storage_options, how
-        self._run: spi.Run | None = None
+        super().__init__(root, how)
+        self.storage_options = how.storage_options
 
     def make_room(self) -> None:
         pass
-
-    def admitting(self, least: int) -> contextlib.AbstractContextManager[Any]:
-        return admitting(self.root, seat()[1], self._how, least=least)
-
-    @contextlib.contextmanager
-    def entering(self, word: Any) -> Iterator[SaveUnder]:
-        admission = word.of(seat()[0])
-        with admission.enter(self.root, self._how) as root:
-            self._run = root.run
-            yield lambda state, about: root.save(admission.ticket, state, metadata=about)
 
     def wait(self, save: Save) -> None:
         save.wait("committed")
@@ -169,9 +151,9 @@ class OwnDisks:
             yield ticket
 
     @contextlib.contextmanager
-    def entering(self, word: Any) -> Iterator[SaveUnder]:
-        def save(state: Any, about: Mapping[str, Any] | None) -> Save:
-            made.append(spi.save(self._run, state, word, metadata=about))
+    def entering(self, word: Any) -> Iterator[Callable[..., Save]]:
+        def save(state: Any, **more: Any) -> Save:
+            made.append(spi.save(self._run, state, word, **more))
             self._pending[made[0]] = None
             return made[0]
 

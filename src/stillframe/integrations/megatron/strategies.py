@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import os
 import time
 import types
@@ -18,7 +17,7 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 
 from stillframe import Catalog, Keep, Save, Tier, spi
 from stillframe.errors import ConfigError, FormatError, NotFoundError
-from stillframe.integrations.frameworks import agreed, check_version, here, together
+from stillframe.integrations.frameworks import agreed, check_version, here, save_together
 from stillframe.integrations.megatron.directory import (
     BACKEND,
     COMMON,
@@ -27,12 +26,11 @@ from stillframe.integrations.megatron.directory import (
     Publication,
     latest,
     newest_in,
-    number_of,
     pointer_of,
     remove_unfinished,
 )
 from stillframe.integrations.megatron.layout import Filling, described, to_state
-from stillframe.integrations.megatron.places import OwnDisks, Place, SharedRoot, check_disks, fence
+from stillframe.integrations.megatron.places import OwnDisks, Place, SharedPlace, check_disks, fence
 from stillframe.open_roots import How, seat
 from stillframe.store import files, root_address
 
@@ -138,7 +136,7 @@ class SaveStrategy(base.AsyncSaveShardedStrategy):  # type: ignore[misc]  # mypy
         beside = root_address(os.path.join(above, ROOT))
         if self._disks is None:
             address = self._root or beside
-            return self._places.setdefault(address, SharedRoot(address, self._how))
+            return self._places.setdefault(address, SharedPlace(address, self._how))
         address = beside if not self._disks.tiers else ""
         if self._places and address not in self._places:
             raise ConfigError(
@@ -157,30 +155,23 @@ class SaveStrategy(base.AsyncSaveShardedStrategy):  # type: ignore[misc]  # mypy
         place = self._place(os.path.dirname(directory))
         place.make_room()
         publication: Publication | None = None
-        with contextlib.ExitStack() as stack:
 
-            def begin() -> Any:
-                nonlocal publication
-                if seat()[0] != 0:
-                    return None
+        def begin() -> None:
+            nonlocal publication
+            if seat()[0] == 0:
                 publication = Publication(directory, place, files.read_file(os.path.join(directory, COMMON)))
-                return stack.enter_context(place.admitting(number_of(directory)))
 
-            word = together(begin)[0]
+        def state(_word: Any, _begun: list[None]) -> tuple[Any, dict[str, Any]]:
+            fence()  # the copies of the state before have been copied away
+            return to_state(sharded, self._live), {"metadata": None if publication is None else publication.about()}
 
-            def requested() -> Save:
-                save_under = stack.enter_context(place.entering(word))
-                fence()  # the copies of the state before have been copied away
-                state = to_state(sharded, self._live)
-                return save_under(state, None if publication is None else publication.about())
-
-            save = here(requested)
-            published = place.wait if publication is None else publication.publish
-            save.then(published)
-            if publication is not None:
-                save.then(publication.tidy)
-                self._last = save, publication
-            spi.when_over(save, place.over)
+        save = save_together(place, directory, begin, state)
+        published = place.wait if publication is None else publication.publish
+        save.then(published)
+        if publication is not None:
+            save.then(publication.tidy)
+            self._last = save, publication
+        spi.when_over(save, place.over)
         return save, published
 
     def _finish(self, save: Save, published: Callable[[Save], object]) -> None:

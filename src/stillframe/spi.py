@@ -305,14 +305,15 @@ class UpdateGate:
 
     def __init__(self, fence: Callable[[], object]) -> None:
         self._fence = fence
-        self._holds = Holds()
-        self._owner_pid = os.getpid()
+        self._holds_of = os.getpid(), Holds()
         self._hook = OptimizerFence(lambda _begins: self.wait())
 
     @property
-    def is_ours(self) -> bool:
-        """Not in a forked child: the threads that would release it do not exist there."""
-        return os.getpid() == self._owner_pid
+    def _holds(self) -> Holds:
+        """A forked child has its own: the threads that would release those of its parent do not exist there."""
+        if self._holds_of[0] != os.getpid():
+            self._holds_of = os.getpid(), Holds()
+        return self._holds_of[1]
 
     def hold(self, hint: str) -> Callable[[], None]:
         """From now on, until the function returned is called.  After a while a wait is mentioned, with the ``hint``.
@@ -324,5 +325,5 @@ class UpdateGate:
 
     def wait(self) -> None:
         """Block until nothing is held."""
-        if self.is_ours and self._holds.wait():
+        if self._holds.wait():
             self._fence()

@@ -15,11 +15,12 @@ PathLike = str | os.PathLike[str]
 class Place:
     """What DCP asks of readers and writers alike."""
 
-    def __init__(self, path: PathLike, step: int | None, storage_options: Mapping[str, Any] | None) -> None:
+    def __init__(
+        self, path: PathLike, step: int | None, allow_pickle: bool, storage_options: Mapping[str, Any] | None
+    ) -> None:
         super().__init__()
         self.path = root_address(path)
-        self.step = step
-        self.storage_options = storage_options
+        self.step, self.allow_pickle, self.storage_options = step, allow_pickle, storage_options
 
     @property
     def checkpoint_id(self) -> str:
@@ -28,10 +29,9 @@ class Place:
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: PathLike) -> bool:
         try:
-            root_address(checkpoint_id)
+            return bool(root_address(checkpoint_id))
         except ConfigError:
             return False
-        return True
 
     def reset(self, checkpoint_id: PathLike | None = None) -> None:
         if checkpoint_id is not None:

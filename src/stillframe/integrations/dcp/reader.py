@@ -49,8 +49,7 @@ class Reader(Place, StorageReader):
         allow_pickle: bool = False,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
-        super().__init__(path, step, storage_options)
-        self.allow_pickle = allow_pickle
+        super().__init__(path, step, allow_pickle, storage_options)
         self.load_id: str | None = None
         self._reader: BoxReader | None = None
         self._flat: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""How the coordinator's ticket comes to every rank: with the plan that DCP scatters.
+"""One save of DCP on one rank, lazy or not, and how the coordinator's ticket comes to it.
 
 For each save DCP gathers the ranks' plans, and scatters a plan to each.  Plan caching then replaces that plan by an
 earlier one, and with it everything that it carried.  But what is scattered is unpickled on every rank, on the thread
@@ -11,22 +11,85 @@ import contextlib
 import copyreg
 import threading
 import weakref
-from typing import TYPE_CHECKING, Any
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
 
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
-from stillframe import Save
-from stillframe.errors import StateError, StillframeError
-from stillframe.open_roots import Admission, How, OpenRoot, admitting, close_root
+from stillframe import Save, spi
+from stillframe.errors import StateError
+from stillframe.open_roots import Admission, close_root
 from stillframe.state.torch_internals import frame_of_dcp, is_in_frame
 
-if TYPE_CHECKING:
-    from stillframe.integrations.dcp.stager import Staging
-
+_under_way: set[threading.Event] = set()
+"""An event for each lazy save, set at its end."""
 _rounds: weakref.WeakSet[Round] = weakref.WeakSet()
+_LEFT = "torch.distributed.checkpoint ended the save before it was written here"
 _looking = threading.RLock()  # of a set that changes while it is looked through
-_ending = threading.RLock()  # a round may end wherever garbage is collected
+
+
+class Staging(Future[dict[str, Any]]):
+    """One lazy save, as the future that DCP wants from a stager: it is told of the copy, done or failed.
+
+    DCP asks for the ``result`` at once, on its own thread, and gets the live state: that is safe, because updates are
+    held back until the copy is done.
+
+    If DCP fails before it calls the writer, nothing says so but the end of its thread, or, if it never took the state,
+    the end of this object.  Either calls :meth:`ended`; else the next update would wait forever.
+    """
+
+    def __init__(self, gate: spi.UpdateGate, live: dict[str, Any], step: int | None) -> None:
+        super().__init__()
+        self.step, self._live = step, live
+        self.versions = spi.versions_of(dict(live))
+        """From now on nothing may change, though the save is requested later."""
+        self._before, self._ended = list(_under_way), threading.Event()
+        _under_way.add(self._ended)
+        self._release = gate.hold(
+            "dcp.async_save is still planning; if it shares a process group with training, both may hang: give it one "
+            "of its own, process_group=dist.new_group(backend='gloo')"
+        )
+
+    @property
+    def is_over(self) -> bool:
+        """It is copied, or the copy has failed: updates are not held back any more."""
+        return super().done()
+
+    def result(self, timeout: float | None = None) -> dict[str, Any]:
+        """The live state; blocks until the saves before have ended.  Once the copy is over, ``{}`` or its error."""
+        if self.is_over:
+            return super().result(timeout)
+        current.round = Round(self)  # DCP saves it on this thread
+        for each in self._before:
+            each.wait()
+        return self._live
+
+    def done(self) -> bool:
+        """Always False: DCP would take True for success.  It learns the outcome from a callback."""
+        return False
+
+    def requested(self, save: Save) -> None:
+        """The writer has requested the save.  Blocks until it is staged; raises if it will not be."""
+        self._release()  # from here on the fence of its root knows of the save
+        save.wait("staged")
+        self.set_result({})
+
+    def failed(self, error: BaseException) -> None:
+        self._release()
+        if not self.is_over:
+            self.set_exception(error)
+
+    def ended(self) -> None:
+        """The thread of DCP is over.  May be called again."""
+        self.failed(StateError("it ended before anything was copied; upload_completion says why"))
+        _under_way.discard(self._ended)
+        self._ended.set()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_release"):
+            self.ended()
 
 
 class Round:
@@ -38,103 +101,69 @@ class Round:
 
     def __init__(self, staging: Staging | None = None) -> None:
         self.staging = staging
+        self.rank: int | None = None
+        """This one's in DCP's group; ``None`` until DCP sets its writer up."""
+        self.lets_go = False
+        """Whether the root is closed when DCP is done with it."""
         self.admission: Admission | None = None
         self.save: Save | None = None
-        self.is_begun = False
-        self._using = contextlib.ExitStack()
-        self._is_over = False
+        self.using = contextlib.ExitStack()
+        """The root, as long as this save needs it."""
+        self.frame: int | None = None
         self._thread = threading.get_ident()
 
-    def begin(self, how: How, rank: int, lets_go: bool) -> None:
-        """DCP sets its writer up.  ``rank``: this one's in DCP's group."""
-        self._how, self._rank, self._lets_go = how, rank, lets_go
-        self._frame = frame_of_dcp()
-        self.is_begun = True
-        with _looking:
-            _rounds.add(self)
-
     def __del__(self) -> None:
-        if _ending is None:  # the interpreter ends, and has taken this module apart
+        if StateError is None:  # the interpreter ends, and has taken this module apart
             return
         if self.staging is not None:
             self.staging.ended()
-        self.end(_left())
+        self.end(StateError(_LEFT))
 
     @property
     def is_left(self) -> bool:
         """DCP has ended the save without a word: the thread is not in it any more.  If in doubt, it is."""
-        return self._frame is not None and not is_in_frame(self._thread, self._frame)
-
-    def admit(self, root: str, world_size: int, step: int | None) -> list[Admission]:
-        """On the coordinator: the admissions of all ranks; the root is used from now on.  Blocks, raises.
-
-        The coordinator begins the run, so it is the first of its ranks, whichever it is of DCP's.
-        """
-        step = step if self.staging is None else self.staging.step
-        first = self.admission = self._using.enter_context(admitting(root, world_size, self._how, step=step))
-        return [first.of((rank - self._rank) % world_size) for rank in range(world_size)]
-
-    def enter(self, root: str) -> tuple[OpenRoot, Admission]:
-        """The root, open until the round is over.
-
-        Raises: :class:`StateError` if DCP has brought no admission; :class:`ConfigError`; :class:`BusyError`.
-        """
-        if self.admission is None:
-            raise StateError(
-                "DCP called write_data without the plan that prepare_global_plan made, or on another thread: "
-                "stillframe needs both to tell this save from others"
-            )
-        return self._using.enter_context(self.admission.enter(root, self._how)), self.admission
+        return self.frame is not None and not is_in_frame(self._thread, self.frame)
 
     def end(self, error: BaseException | None = None) -> None:
         """It has come to its end on this rank; with an ``error``, before it was made.  May be called again."""
-        with _ending:
-            if self._is_over:
-                return
-            self._is_over = True
         if error is not None and self.staging is not None:
             self.staging.failed(error)
         with contextlib.suppress(Exception):  # the others cannot be informed, and wait for their deadline
-            if error is None:
-                self._using.close()
-            else:
-                self._using.__exit__(type(error), error, error.__traceback__)
-
-    def let_go(self) -> None:
-        """Close the root, if that was wanted.  Blocks until its saves are committed or have failed."""
-        if self._lets_go and self.admission is not None:
-            with contextlib.suppress(StillframeError):  # it is told to who waits for the save
-                close_root(self.admission.path)
+            self.using.pop_all().__exit__(None if error is None else type(error), error, None)
 
 
-class _Here(threading.local):
-    round: Round | None = None
+class _Thread(threading.local):
+    """What belongs to this thread."""
+
+    def __init__(self) -> None:
+        self.round = Round()
 
 
-_thread = _Here()
+current = _Thread()
 
 
-def begin_lazily(staging: Staging) -> None:
-    """DCP has taken a staged state, on this thread, to save it."""
-    _thread.round = Round(staging)
-
-
-def begin_round(how: How, *, rank: int, lets_go: bool) -> None:
-    """A save of DCP begins on this thread.  ``lets_go``: the root is closed when DCP is done with it."""
-    found = _thread.round
-    if found is None or found.is_begun or (found.staging is not None and found.staging.is_over):
-        found = _thread.round = Round()
+def begin_round(rank: int, lets_go: bool) -> None:
+    """DCP sets its writer up on this thread."""
+    found = current.round
+    if found.rank is not None or (found.staging is not None and found.staging.is_over):
+        found = current.round = Round()
     end_left_rounds()
-    found.begin(how, rank, lets_go)
+    found.rank, found.lets_go, found.frame = rank, lets_go, frame_of_dcp()
+    with _looking:
+        _rounds.add(found)
 
 
 def end_left_rounds() -> None:
-    """Give up the saves that DCP has left before their end, on whatever thread."""
+    """Give up the saves that DCP has left before their end, on whatever thread.
+
+    Blocks, if a root is to be closed, until its saves are committed or have failed.
+    """
     with _looking:
         left = [each for each in _rounds if each.is_left]
     for each in left:
-        each.end(_left())
-        each.let_go()
+        each.end(StateError(_LEFT))
+        if each.lets_go and each.admission is not None:
+            close_root(each.admission.path)
 
 
 def _returned(result: Any) -> Any:
@@ -147,30 +176,19 @@ for _kind in (Metadata, CheckpointException):
     copyreg.pickle(_kind, _returned)
 
 
-def this_round() -> Round:
-    """The one of this thread.  Raises :class:`StateError`."""
-    if _thread.round is None or not _thread.round.is_begun:
-        raise StateError("DCP has begun no save on this thread: set_up_storage_writer comes first")
-    return _thread.round
-
-
-def _left() -> StateError:
-    return StateError("torch.distributed.checkpoint ended the save before it was written here")
-
-
+@dataclass(frozen=True)
 class Carried:
     """An admission on its way, in a plan."""
 
-    def __init__(self, admission: Admission) -> None:
-        self._admission = admission
+    admission: Admission
 
     @property
     def prefix(self) -> str:
         """What DCP's own writer looks for, if it gets the plan from DCP's cache."""
-        return f"__{self._admission.rank}_"
+        return f"__{self.admission.rank}_"
 
     def __reduce__(self) -> Any:
-        return _arrive, (self._admission,)
+        return _arrive, (self.admission,)
 
     def __deepcopy__(self, memo: Any) -> Carried:
         return self
@@ -179,7 +197,7 @@ class Carried:
 def _arrive(admission: Admission) -> Carried:
     """Called when a plan is unpickled.  The first that comes in a round is the one: others are of plans that somebody
     has kept."""
-    found = _thread.round
-    if found is not None and found.is_begun and found.admission is None:
+    found = current.round
+    if found.rank is not None and found.admission is None:
         found.admission = admission
     return Carried(admission)

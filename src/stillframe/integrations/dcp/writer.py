@@ -16,11 +16,11 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 
 from stillframe import Catalog
-from stillframe.errors import ConfigError, ExistsError, UnsupportedStateError
+from stillframe.errors import ConfigError, ExistsError, StateError, UnsupportedStateError
 from stillframe.integrations.dcp.place import PathLike, Place, id_of
-from stillframe.integrations.dcp.round import Carried, begin_round, end_left_rounds, this_round
+from stillframe.integrations.dcp.round import Carried, begin_round, current, end_left_rounds
 from stillframe.integrations.pickled import Opaque, to_leaves
-from stillframe.open_roots import How, close_root, close_roots
+from stillframe.open_roots import How, admitting, close_root, close_roots
 from stillframe.spi import ELSEWHERE, TensorBox, is_wrapper
 
 _ALLOW = "give Writer(…, allow_pickle=True)"
@@ -53,10 +53,8 @@ class Writer(Place, StorageWriter):
         allow_pickle: bool = False,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
-        super().__init__(path, step, storage_options)
-        self.keep = keep
-        self.overwrite = overwrite
-        self.allow_pickle = allow_pickle
+        super().__init__(path, step, allow_pickle, storage_options)
+        self.keep, self.overwrite = keep, overwrite
         self.save_id: str | None = None
         """Of the last save that this writer has made, on this rank."""
         self._home = os.getpid()
@@ -75,10 +73,13 @@ class Writer(Place, StorageWriter):
     def storage_meta(self) -> StorageMeta:
         return StorageMeta(checkpoint_id=self.path, save_id=self.save_id)
 
+    @property
+    def _how(self) -> How:
+        return How(keep=self.keep, storage_options=self.storage_options)
+
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         lets_go = self._home != os.getpid()  # a process that DCP has made may be idle for ever
-        how = How(keep=self.keep, storage_options=self.storage_options)
-        begin_round(how, rank=kwargs.get("rank", 0), lets_go=lets_go)
+        begin_round(kwargs.get("rank", 0), lets_go)
         if not is_coordinator:  # the last one may have been this rank: then the root is this one's
             close_roots(lambda each: each.path == self.path and each.is_first and not each.users)
         if not kwargs.get("use_collectives", True):
@@ -91,20 +92,29 @@ class Writer(Place, StorageWriter):
                 raise ExistsError(f"overwrite=False: {self.path} holds a checkpoint, step {newest}")
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """On the coordinator: every rank's plan takes its admission along."""
-        admissions = this_round().admit(self.path, len(plans), self.step)
-        return [
-            dataclasses.replace(plan, storage_data=Carried(admission))
-            for plan, admission in zip(plans, admissions, strict=True)
-        ]
+        """On the coordinator: every rank's plan takes its admission along.
+
+        The coordinator begins the run, so it is the first of its ranks, whichever it is of DCP's.
+        """
+        found, count = current.round, len(plans)
+        assert found.rank is not None
+        step = self.step if found.staging is None else found.staging.step
+        first = found.admission = found.using.enter_context(admitting(self.path, count, self._how, step=step))
+        carried = [Carried(first.of((rank - found.rank) % count)) for rank in range(count)]
+        return [dataclasses.replace(plan, storage_data=each) for plan, each in zip(plans, carried, strict=True)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
-        found = this_round()
+        found = current.round
         try:
-            root, admission = found.enter(self.path)
-            state = _state(plan, planner, self.allow_pickle, has_gaps=admission.world_size > 1)
+            if found.admission is None:
+                raise StateError(
+                    "DCP called write_data without the plan that prepare_global_plan made, or on another thread: "
+                    "stillframe needs both to tell this save from others"
+                )
+            root = found.using.enter_context(found.admission.enter(self.path, self._how))
+            state = _state(plan, planner, self.allow_pickle, has_gaps=found.admission.world_size > 1)
             since = None if found.staging is None else found.staging.versions
-            found.save = root.save(admission.ticket, state, since=since)
+            found.save = root.save(found.admission.ticket, state, since=since)
             if found.staging is not None:
                 found.staging.requested(found.save)
             found.save.wait("sealed")
@@ -112,14 +122,14 @@ class Writer(Place, StorageWriter):
             found.end(error)
             raise
         self.save_id = id_of(found.save)
-        if admission.rank != 0:
+        if found.admission.rank != 0:
             found.end()  # the coordinator alone is called again
         written: torch.futures.Future[list[WriteResult]] = torch.futures.Future()
         written.set_result([WriteResult(item.index, item.tensor_storage_size() or 0, None) for item in plan.items])
         return written
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        found = this_round()
+        found = current.round
         assert found.save is not None
         found.save.wait("committed")
         found.end()
@@ -136,28 +146,27 @@ def _state(plan: SavePlan, planner: SavePlanner, allow_pickle: bool, has_gaps: b
         if not _is_nothing(item):
             items.setdefault(item.index.fqn, []).append(item)
     paths = plan.planner_data if isinstance(plan.planner_data, dict) else {}
-    nest = _Nest()
+    values = {}
     for name, found in items.items():
-        path = paths.get(name, (name,))
-        at = nest
-        *above, last = path
-        for key in above:
-            at = at.setdefault(key, _Nest())
+        path = tuple(paths.get(name, (name,)))
         if found[0].type is WriteItemType.BYTE_IO:
-            at[last] = to_leaves(_value(found[0], planner), None if allow_pickle else _ALLOW, tuple(path))
+            values[path] = to_leaves(_value(found[0], planner), None if allow_pickle else _ALLOW, path)
         else:
-            at[last] = _tensor(found, planner)
-    return dict(nest.unfolded(has_gaps))
+            values[path] = TensorBox.of([_box(item, planner) for item in found])
+    return dict(_nested(values, has_gaps))
 
 
-class _Nest(dict[Any, Any]):
-    """A dict or list being rebuilt.  Only a list has integer keys: DCP turns all keys of dicts into text."""
-
-    def unfolded(self, has_gaps: bool) -> Any:
-        items = {key: value.unfolded(has_gaps) if isinstance(value, _Nest) else value for key, value in self.items()}
-        if not items or not all(isinstance(key, int) for key in items):
-            return items
-        return [items.get(at, ELSEWHERE) for at in range(max(items) + 1 + has_gaps)]
+def _nested(values: dict[tuple[Any, ...], Any], has_gaps: bool) -> Any:
+    """By their paths.  Only a list has integer keys: DCP turns all keys of dicts into text."""
+    if () in values:
+        return values[()]
+    below: dict[Any, dict[tuple[Any, ...], Any]] = {}
+    for (key, *path), value in values.items():
+        below.setdefault(key, {})[tuple(path)] = value
+    items = {key: _nested(found, has_gaps) for key, found in below.items()}
+    if not items or not all(isinstance(key, int) for key in items):
+        return items
+    return [items.get(at, ELSEWHERE) for at in range(max(items) + 1 + has_gaps)]
 
 
 def _is_nothing(item: WriteItem) -> bool:
@@ -166,23 +175,17 @@ def _is_nothing(item: WriteItem) -> bool:
     return data is not None and 0 in data.chunk.sizes and 0 not in data.size
 
 
-def _tensor(items: list[WriteItem], planner: SavePlanner) -> torch.Tensor | TensorBox:
-    """The whole tensor, or what this rank has of it: a ShardedTensor may have several boxes on one rank."""
-    boxes = []
-    for item in items:
-        tensor = planner.resolve_data(item)
-        assert isinstance(tensor, torch.Tensor)
-        if is_wrapper(tensor):
-            raise UnsupportedStateError(
-                f"{item.index.fqn!r} is a {type(tensor).__qualname__}, a tensor that wraps others: DCP could not read "
-                "it back. Give DCP its inner tensors, or save with a Checkpointer"
-            )
-        assert item.tensor_data is not None
-        whole = item.tensor_data.size
-        if tuple(tensor.shape) == tuple(whole):
-            return tensor.detach()
-        boxes.append(TensorBox(tensor.detach(), whole, item.tensor_data.chunk.offsets))
-    return boxes[0] if len(boxes) == 1 else TensorBox.joined(boxes)
+def _box(item: WriteItem, planner: SavePlanner) -> TensorBox:
+    """Of a tensor, perhaps all of it: a ShardedTensor may have several on one rank."""
+    tensor = planner.resolve_data(item)
+    assert isinstance(tensor, torch.Tensor)
+    assert item.tensor_data is not None
+    if is_wrapper(tensor):
+        raise UnsupportedStateError(
+            f"{item.index.fqn!r} is a {type(tensor).__qualname__}, a tensor that wraps others: DCP could not read "
+            "it back. Give DCP its inner tensors, or save with a Checkpointer"
+        )
+    return TensorBox(tensor.detach(), item.tensor_data.size, item.tensor_data.chunk.offsets)
 
 
 def _value(item: WriteItem, planner: SavePlanner) -> Any:

@@ -1,4 +1,4 @@
-"""One process that trains through each way into stillframe: ``client_worker.py CLIENT ROOT train|resume|fail``.
+"""One process that trains through each way into stillframe: ``client_worker.py CLIENT ROOT train|resume|fail|error``.
 
 What every one of them promises is tested alike (test_clients.py): a save holds the state as it was, whatever happens
 to it next; a failure is told; a crash leaves what was committed.
@@ -165,7 +165,7 @@ class DeepSpeed(Client):
         self.engine.save_checkpoint(str(self.root), client_state={"step": step})
 
     def settle(self) -> None:
-        self.engine.checkpoint_engine.ckpt_engine.wait()
+        self.engine.checkpoint_engine.cleanup()
 
     def restore(self) -> int:
         path, client = self.engine.load_checkpoint(str(self.root))
@@ -220,6 +220,14 @@ def fail(client: Client, root: Path) -> None:
         say(f"told {type(error).__name__}")
     client.update()
     assert set(stillframe.Catalog(root).steps()) == before
+
+
+def error(client: Client, root: Path) -> None:
+    """The program ends by an error of its own, with a save under way."""
+    for step in (1, 2):
+        client.update()
+        client.save(step)
+    raise ValueError("on purpose")
 
 
 def main() -> None:

@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from stillframe import Catalog
 from tests.fork_server import Child
 from tests.ranks.launch import HERE
+from tests.support import until
 
 CLIENTS = ["checkpointer", "dcp", "dcp-lazy", "deepspeed"]
 
@@ -43,3 +45,11 @@ def test_a_failure_is_told(client: str, tmp_path: Path) -> None:
     code, output = run(client, tmp_path / "root", "fail")
     assert code == 0, output[-4000:]
     assert "told" in output
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+def test_a_program_that_ends_by_an_error_ends_and_what_it_saved_is_committed(client: str, tmp_path: Path) -> None:
+    code, output = run(client, tmp_path / "root", "error")
+    assert code == 1, output[-4000:]
+    assert "on purpose" in output
+    until(lambda: Catalog(tmp_path / "root").steps() == [1, 2], "the last save is committed")

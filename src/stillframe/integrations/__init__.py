@@ -1,7 +1,7 @@
 """stillframe inside other loops, a folder each: their interfaces above, stillframe's public names below.
 
 They start no threads, and leave all checkpoint bytes to stillframe.  Files of their own there are only for DeepSpeed:
-``deepspeed/export.py`` writes its plain files, ``deepspeed`` reads the small ones that name a tag.
+``deepspeed`` reads the small ones that name a tag, and exports plain ones.
 """
 
 from __future__ import annotations

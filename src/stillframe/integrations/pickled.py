@@ -8,7 +8,6 @@ only with ``allow_pickle``; for Lightning, as in ``torch.load``, with ``weights_
 from __future__ import annotations
 
 import argparse
-import functools
 import io
 import pickle
 import types
@@ -74,36 +73,31 @@ def from_leaves(node: Any, map_location: Any, weights_only: bool | None, advice:
             return value if place is None else value.to(place)
         if not isinstance(value, Opaque) or not value.pickled:
             return value
-        try:
-            return torch.load(io.BytesIO(value.data), map_location, weights_only=weights_only)
-        except pickle.UnpicklingError as error:
-            raise UnsupportedStateError(
-                f"{_text(path)} is a {value.pickled} that was pickled: to run its code, {advice}"
-            ) from error
-        except Exception as error:  # of what the bytes name, or of bytes that are no such file
-            raise FormatError(
-                f"{_text(path)} is a {value.pickled} that was pickled, and cannot be read: {error}"
-            ) from error
+        what = f"{_text(path)} is a {value.pickled} that was pickled"
+        return unpickled(io.BytesIO(value.data), map_location, weights_only, what, advice)
 
     return mapped(node, leaf, path)
 
 
-def read_pickled_file(path: str, map_location: Any, advice: str | None) -> Any:
-    """What ``torch.save`` wrote, as DeepSpeed itself does.  Raises :class:`FormatError`."""
-    if advice is not None:
-        raise FormatError(
-            f"{path} was not written by stillframe; if it is DeepSpeed's own, and you trust it, {advice}: loading it "
-            "runs code from it"
-        )
+def unpickled(file: Any, map_location: Any, weights_only: bool | None, what: str, advice: str = "") -> Any:
+    """As ``torch.load``.  Raises: :class:`UnsupportedStateError` for what only code can read; :class:`FormatError`."""
     try:
-        return torch.load(path, map_location=map_location, weights_only=False)
-    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        raise FormatError(f"{path} was not written by stillframe, and cannot be read: {error}") from error
+        return torch.load(file, map_location, weights_only=weights_only)
+    except Exception as error:  # of what the bytes name, or of bytes that are no such file
+        if advice and isinstance(error, pickle.UnpicklingError):
+            raise UnsupportedStateError(f"{what}: to run its code, {advice}") from error
+        raise FormatError(f"{what}, and cannot be read: {error}") from error
 
 
-def register_attributes(kind: type, name: str) -> None:
+def register_attributes(kind: Any, name: str) -> None:
     """Store instances of a class as their attributes."""
-    register_leaf(kind, name, lambda value: dict(vars(value)), functools.partial(_with, kind))
+
+    def made(attributes: Mapping[str, Any]) -> Any:
+        value = kind.__new__(kind)
+        vars(value).update(attributes)
+        return value
+
+    register_leaf(kind, name, lambda value: dict(vars(value)), made)
 
 
 def register_deepspeed_types() -> None:
@@ -114,12 +108,6 @@ def register_deepspeed_types() -> None:
 
     for kind in (LossScaler, DynamicLossScaler, fragment_address, SubparamShape):
         register_attributes(kind, f"deepspeed.{kind.__name__}")
-
-
-def _with(kind: Any, attributes: Mapping[str, Any]) -> Any:
-    made = kind.__new__(kind)
-    vars(made).update(attributes)
-    return made
 
 
 def _text(path: _Path) -> str:

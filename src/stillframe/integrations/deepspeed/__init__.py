@@ -13,7 +13,7 @@ ones.  Loading such a checkpoint runs code from it.
 
 from __future__ import annotations
 
-from stillframe.integrations.deepspeed.export import export
 from stillframe.integrations.deepspeed.install import install
+from stillframe.integrations.deepspeed.pointers import export
 
 __all__ = ["export", "install"]

@@ -5,18 +5,20 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+from pathlib import Path
 from typing import Any
+
+import torch
 
 import stillframe
 from stillframe import spi
 from stillframe.errors import ConfigError, ExistsError, NotFoundError, StillframeError
-from stillframe.integrations.deepspeed.export import write_object
 from stillframe.integrations.deepspeed.pointers import FILES, RUN, content_of, read
 from stillframe.integrations.frameworks import SharedRoot, here, save_together
 from stillframe.integrations.pickled import to_leaves
 from stillframe.open_roots import Admission, How, fence, seat, settle_root
 from stillframe.store import directory_address
-from stillframe.store.files import is_taken, kind_of
+from stillframe.store.files import is_taken, kind_of, replacing
 
 logger = logging.getLogger("stillframe")
 
@@ -62,7 +64,8 @@ class CheckpointEngine:
         if self.is_of_tag(os.path.dirname(path)):
             self._files[os.path.basename(path)] = state_dict
         else:
-            write_object(path, state_dict)
+            with replacing(Path(path)) as partial:
+                torch.save(state_dict, partial)
 
     def is_of_tag(self, directory: str) -> bool:
         return self.info is not None and os.path.abspath(directory) == self._directory()
@@ -140,10 +143,8 @@ class CheckpointEngine:
         rank, world_size = seat()
 
         def settled() -> None:
-            try:
+            with contextlib.suppress(StillframeError):  # it has been logged
                 self.cleanup()
-            except StillframeError as error:
-                logger.warning("%s", error)
             try:
                 if rank == 0:
                     settle_root(directory, world_size, self._how)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +19,7 @@ def install() -> None:
 
     Raises: :class:`ConfigError` if the package ``datastates`` is installed: which of the two is meant?
     """
-    if importlib.util.find_spec("datastates") is not None:
+    if "datastates" in sys.modules or importlib.util.find_spec("datastates") is not None:
         raise ConfigError(
             'the package "datastates" is installed, and DeepSpeed would use it: uninstall it, or do not call install()'
         )
@@ -79,6 +80,9 @@ def _among_ranks(stock: Any) -> Any:
 
         def save(self, state_dict: Any, path: str) -> None:
             self._try(super().save, state_dict, path)
+
+        def __del__(self) -> None:
+            """DeepSpeed's own waits, also when the interpreter ends, where nobody would end that wait."""
 
         def _try(self, work: Callable[..., None], *args: Any) -> None:
             try:

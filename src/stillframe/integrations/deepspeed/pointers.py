@@ -9,17 +9,19 @@ no hook in these, and no second copy of the data; but it needs stillframe, and t
 
 from __future__ import annotations
 
+import functools
 import inspect
 import io
 import os
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from stillframe import spi
 from stillframe.errors import FormatError, NotFoundError
-from stillframe.integrations.pickled import from_leaves, read_pickled_file, register_deepspeed_types
-from stillframe.store import files
+from stillframe.integrations.pickled import from_leaves, register_deepspeed_types, unpickled
+from stillframe.store import directory_address, files
 
 FILES, RUN = "files", "run"
 """Where in a saved state the content of the files is, by name; and the name of the run."""
@@ -47,22 +49,15 @@ def content() -> Any:
             "this file belongs to a checkpoint of stillframe, which cannot tell where it is: give torch.load its path, "
             "or write DeepSpeed's own files with stillframe.integrations.deepspeed.export(save_dir, tag, to)"
         )
-    register_deepspeed_types()
     return read(os.fspath(path), frame.f_locals["map_location"], None)  # it is unpickling already
 
 
-def _archive() -> bytes:
-    data = io.BytesIO()
-    torch.save(_Call(), data)
-    return data.getvalue()
-
-
-_ARCHIVE = _archive()
-
-
+@functools.cache
 def content_of(run: str) -> bytes:
     """What the files of a tag hold, before the alias."""
-    return _ARCHIVE + b"\n" + run.encode()
+    data = io.BytesIO()
+    torch.save(_Call(), data)
+    return data.getvalue() + b"\n" + run.encode()
 
 
 def read(path: str, map_location: Any, advice: str | None) -> Any:
@@ -72,10 +67,21 @@ def read(path: str, map_location: Any, advice: str | None) -> Any:
     Raises: :class:`NotFoundError`; :class:`StorageError` if that cannot be determined; :class:`FormatError`;
     :class:`IntegrityError`; :class:`UnsupportedStateError`.
     """
-    found = _follow(path)
-    if found is None:
-        return read_pickled_file(path, map_location, advice)
-    save, rank, run = found
+    if files.kind_of(path) == "nothing":
+        raise NotFoundError(f"{path} does not exist; is a rank's file missing?")
+    data = files.read_file(path, _MAX_BYTES)
+    if _MARK not in data:
+        if advice is not None:
+            raise FormatError(
+                f"{path} was not written by stillframe; if it is DeepSpeed's own, and you trust it, {advice}: loading "
+                "it runs code from it"
+            )
+        return unpickled(path, map_location, False, f"{path} was not written by stillframe")
+    alias = spi.read_alias(data)
+    if alias is None:
+        raise FormatError(f"{path} is damaged")
+    register_deepspeed_types()
+    (save, rank), run = alias, data.rsplit(b"\n", 2)[1].decode(errors="replace")
     root, name = os.path.dirname(os.path.dirname(os.path.abspath(path))), os.path.basename(path)
     lost = f"{path} stands for {save}, which is not in {root}: copy a whole save_dir, or what export() writes"
     try:
@@ -89,14 +95,29 @@ def read(path: str, map_location: Any, advice: str | None) -> Any:
     return from_leaves(state[FILES][name], map_location or "cpu", advice is not None, advice or "", (name,))
 
 
-def _follow(path: str) -> tuple[Any, int, str] | None:
-    """Which save, which rank of it, and of which run, a file stands for; ``None`` if it is not one of ours."""
-    if files.kind_of(path) == "nothing":
-        raise NotFoundError(f"{path} does not exist; is a rank's file missing?")
-    data = files.read_file(path, _MAX_BYTES)
-    if _MARK not in data:
-        return None
-    found = spi.read_alias(data)
-    if found is None:
-        raise FormatError(f"{path} is damaged")
-    return (*found, data.rsplit(b"\n", 2)[1].decode(errors="replace"))
+def export(
+    save_dir: str | os.PathLike[str], tag: str | None, to: str | os.PathLike[str], *, allow_pickle: bool = False
+) -> str:
+    """Write a tag (the latest if none is given) as DeepSpeed itself would, to ``<to>/<tag>`` with ``<to>/latest``, for
+    ``zero_to_fp32``, ``ds_to_universal`` and engines without stillframe.  One file at a time is in memory.
+
+    Raises: :class:`NotFoundError`; :class:`ExistsError`; :class:`IntegrityError`; :class:`UnsupportedStateError`.
+    """
+    directory_address(save_dir)
+    if tag is None:
+        latest = Path(save_dir, "latest")
+        if files.kind_of(latest) != "file":
+            raise NotFoundError(f"there is no file 'latest' in {save_dir}: give a tag")
+        tag = files.read_file(latest).decode().strip()
+    directory = Path(save_dir, tag)
+    is_there = files.kind_of(directory) == "directory"
+    names = [name for name in files.names_in(directory) if name.endswith(".pt")] if is_there else []
+    if not names:
+        raise NotFoundError(f"{directory} is not the tag of a checkpoint")
+    advice = None if allow_pickle else "give allow_pickle=True"
+    with files.publishing(Path(to, tag)) as partial:
+        files.make_directory(partial)
+        for name in names:
+            torch.save(read(str(directory / name), None, advice), partial / name)
+    files.write_file(Path(to, "latest"), tag.encode(), is_forced=True)
+    return tag

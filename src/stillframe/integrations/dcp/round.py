@@ -132,14 +132,14 @@ class Round:
             self.using.pop_all().__exit__(None if error is None else type(error), error, None)
 
 
-class _Thread(threading.local):
+class _Here(threading.local):
     """What belongs to this thread."""
 
     def __init__(self) -> None:
         self.round = Round()
 
 
-current = _Thread()
+current = _Here()
 
 
 def begin_round(rank: int, lets_go: bool) -> None:

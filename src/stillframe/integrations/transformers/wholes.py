@@ -10,9 +10,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
 from stillframe import spi
-from stillframe.units import MIB
 
-_TURN_BYTES = 256 * MIB
+_TURN_BYTES = 256 << 20
 """So much of a model is exchanged at once.  On a device a turn takes two buffers, each of this divided by the ranks."""
 
 

@@ -37,7 +37,8 @@ class Rank:
         """The process that has its saves, and the client of it, in one."""
         return SimpleNamespace(send=self.sent.append, report_unsaved=self._give_up, on_unsaved=None)
 
-    def _give_up(self, step: int, attempt: int, error: StillframeError, is_begun: bool) -> None:
+    def _give_up(self, sequence: int, step: int, attempt: int, error: StillframeError, is_begun: bool) -> None:
+        assert sequence == self.saves.sequence
         self.given_up.append((step, attempt, error, is_begun))
 
     def save(self, step: int = 7, attempt: int = 1) -> Save:
@@ -92,9 +93,22 @@ def test_a_save_that_rank_0_never_began_is_told(ranks: list[Rank]) -> None:
     first, other = ranks
     theirs = other.save()
     other.wait_for_others(theirs)
-    first.keeper.on_unsaved(7, 1, FULL)
+    first.keeper.on_unsaved(0, 7, 1, FULL)
     until(lambda: other.sent, "the word comes")
     assert other.sent == [Uncommitted(theirs.number, "StorageError", WHY, files_stay=True)]
+
+
+def test_what_was_refused_before_a_restore_says_nothing_of_the_step_after_it(ranks: list[Rank]) -> None:
+    """The word comes late, from the stager's thread: by then the step and its attempts begin anew."""
+    first, other = ranks
+    for rank in ranks:
+        rank.saves.sequence = 1
+    theirs = other.save()
+    other.wait_for_others(theirs)
+    first.keeper.on_unsaved(0, 7, 1, FULL)
+    first.looked()
+    other.looked()
+    assert not other.sent
 
 
 def test_a_word_is_of_one_save(ranks: list[Rank]) -> None:
@@ -134,7 +148,7 @@ def test_rank_0_is_told_of_a_rank_that_will_not_seal(ranks: list[Rank]) -> None:
     first, other = ranks
     mine = first.save()
     first.wait_for_others(mine)
-    other.keeper.on_unsaved(7, 1, FULL)
+    other.keeper.on_unsaved(0, 7, 1, FULL)
     until(lambda: first.given_up, "the word comes")
     step, attempt, error, is_begun = first.given_up[0]
     assert (step, attempt, is_begun) == (7, 1, True)

@@ -91,7 +91,7 @@ class Endings:
             with contextlib.suppress(KeeperError):
                 job.keeper.send(messages.Abandon(save.number, save.step, save.attempt, *to_record(error)))
                 return
-        self._keeper.report_unsaved(save.step, save.attempt, error)
+        self._keeper.report_unsaved(save._sequence, save.step, save.attempt, error)
 
     def _tidy(self, job: Job) -> None:
         """Give back what a save that failed held, unless a copy may still need it.  Blocks while one is under way."""

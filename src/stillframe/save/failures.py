@@ -68,9 +68,9 @@ class Failures:
         if save.error is not None and (self._is_first or save.phase != "sealed"):
             self._say(_name(save), save.error, save._files_stay)
 
-    def _unsaved(self, step: int, attempt: int, error: StillframeError) -> None:
+    def _unsaved(self, sequence: int, step: int, attempt: int, error: StillframeError) -> None:
         """A save that this rank never began, or that a keeper had which is gone."""
-        self._say(f"{self._saves.sequence}-{step}-{attempt}", error, files_stay=True)
+        self._say(f"{sequence}-{step}-{attempt}", error, files_stay=True)
 
     def _say(self, name: str, error: StillframeError, files_stay: bool) -> None:
         kind, message = to_record(error)
@@ -100,7 +100,8 @@ class Failures:
 
     def _give_up(self, save: Save, word: _Word) -> None:
         """Rank 0 commits it no more."""
-        self._keeper.report_unsaved(save.step, save.attempt, KeeperError(word.text(save.step)), is_begun=True)
+        error = KeeperError(word.text(save.step))
+        self._keeper.report_unsaved(save._sequence, save.step, save.attempt, error, is_begun=True)
 
     def _pass_on(self, save: Save, word: _Word) -> None:
         """To the keeper that has sealed it, or waits for rank 0 to begin; the next one knows nothing of it."""

@@ -66,8 +66,8 @@ class KeeperClient:
         self._unready: StillframeError | None = None
         """Why the last keeper ended before it was ready."""
         self._answered = Latch()
-        self.on_unsaved: Callable[[int, int, StillframeError], None] = lambda *_: None
-        """Called with step, attempt and error of what is reported and may be in no book; must not block."""
+        self.on_unsaved: Callable[[int, int, int, StillframeError], None] = lambda *_: None
+        """Called with sequence, step, attempt and error of what is reported and may be in no book; must not block."""
         self.is_closed = False
 
     @property
@@ -123,22 +123,24 @@ class KeeperClient:
             if self.tiers.asked is not None:
                 keeper.send(messages.Carry(self.tiers.asked))
             for save in self._lost:
-                if save.error is not None:
+                if save.error is not None and save._sequence == self._entered.sequence:
                     keeper.send(messages.Abandon(save.number, save.step, save.attempt, *errors.to_record(save.error)))
             self._lost = []
 
-    def report_unsaved(self, step: int, attempt: int, error: StillframeError, is_begun: bool = False) -> None:
+    def report_unsaved(
+        self, sequence: int, step: int, attempt: int, error: StillframeError, is_begun: bool = False
+    ) -> None:
         """Tell the other ranks that this one does not save a step that they may be saving, nor commits it if sealed."""
         sealed = (each.number for each in self._saves.in_flight if (each.step, each.phase) == (step, "sealed"))
         number = next(sealed, None) if is_begun else -1  # of no save
-        if self._others is not None and not is_begun:
-            self._others.failed(step, attempt, str(error))
+        if self._others is not None and not is_begun and sequence == self._entered.sequence:
+            self._others.failed(step, attempt, str(error))  # not if it has restored since: the step is another save's
         elif self._others is None and self._config.world_size > 1 and number is not None:
             if not is_begun:
-                self.on_unsaved(step, attempt, error)
+                self.on_unsaved(sequence, step, attempt, error)
             with contextlib.suppress(StillframeError):
-                message = messages.Abandon(number, step, attempt, *errors.to_record(error))
-                self.talk(lambda keeper: keeper.send(message))
+                told = messages.Abandon(number, step, attempt, *errors.to_record(error))
+                self.talk(lambda keeper: keeper.send(told) if sequence == self._entered.sequence else None)
 
     # --- epochs ----------------------------------------------------------------------------
 
@@ -346,9 +348,8 @@ class KeeperClient:
 
     def _owes_news(self) -> bool:
         """Whether somebody waits for the keeper, or will."""
-        if not self._answered.is_open or self._answers:
-            return True
-        return self._saves.owes_news(until_sealed=self._others is not None)
+        is_asked = not self._answered.is_open or bool(self._answers)
+        return is_asked or self._saves.owes_news(until_sealed=self._others is not None)
 
     def _is_awaited(self) -> bool:
         is_room_awaited = self._arena is not None and self._arena.is_awaited
@@ -366,8 +367,7 @@ class KeeperClient:
             last_first.callback(self._fail_answers, reason)
             for save in self._saves.in_flight:
                 # In a root of its own it had nothing more to do for what is sealed.
-                is_done = self._others is not None and save.phase == "sealed"
-                if save.job.keeper is process and not is_done:
+                if save.job.keeper is process and (self._others is None or save.phase != "sealed"):
                     last_first.callback(self._saves.fail, save.number, reason)
                     failed.append(save)
             self._lost += failed

@@ -124,7 +124,7 @@ class Saver:
         error = error_of(step, problem, "capturing")
         self._saves.returned(save, 0, time.monotonic() - began_s)
         self._saves.tell_failed(self._saves.refuse(save, error))
-        self._stager.run_soon(lambda: self._keeper.report_unsaved(step, attempt, error))
+        self._stager.run_soon(lambda: self._keeper.report_unsaved(save._sequence, step, attempt, error))
         return save
 
     def _is_suspect(self, request: Request, updates: int | None) -> bool:
@@ -165,4 +165,5 @@ class Saver:
         """This rank will not save it: the other ranks are told, and need not wait.  Never blocks."""
         self._steps.give_back(step, attempt, has_failed=True)
         told = error if isinstance(error, StillframeError) else StateError(f"{type(error).__name__}: {text_of(error)}")
-        self._stager.run_soon(lambda: self._keeper.report_unsaved(step, attempt, told, is_begun))
+        sequence = self._saves.sequence  # when this is said, the run may have restored
+        self._stager.run_soon(lambda: self._keeper.report_unsaved(sequence, step, attempt, told, is_begun))

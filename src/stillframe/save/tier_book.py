@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
+import msgspec
+
 from stillframe.errors import ConfigError, DeadlineError, NotFoundError, StillframeError, StorageError
 from stillframe.link.messages import TierNews
 from stillframe.model import SaveId, TierPhase, TierStats
@@ -59,7 +61,7 @@ class TierBook:
         with self._lock:
             before = self._stats[news.tier]
             is_new = _step(news.committed) not in (None, before.committed_step)
-            if news != self._news[news.tier]:
+            if _moves(self._news[news.tier], news):
                 self._moved_s[news.tier] = time.monotonic()
             self._news[news.tier] = news
             self._stats[news.tier] = TierStats(
@@ -278,6 +280,13 @@ def _write(text: str) -> None:
     with contextlib.suppress(OSError):  # a terminal that is gone: close() goes on
         sys.stderr.write(text)
         sys.stderr.flush()
+
+
+def _moves(before: TierNews | None, news: TierNews) -> bool:
+    """Whether something has got on in the tier.  One more failure is no such thing."""
+    if before is None:
+        return True
+    return msgspec.structs.replace(before, failures=news.failures, trouble=news.trouble) != news
 
 
 def _step(save: SaveId | None) -> int | None:

@@ -35,6 +35,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -44,8 +45,9 @@ from stillframe.checkpoint.labels import read_alias, save_of
 from stillframe.checkpointer import Checkpointer
 from stillframe.errors import StillframeError
 from stillframe.format.values import ELSEWHERE
+from stillframe.latch import Answer
 from stillframe.model import Label, Ticket, check_step
-from stillframe.ranks.agreement import do_together
+from stillframe.ranks.agreement import is_so_on_any
 from stillframe.ranks.meeting import Meeting
 from stillframe.restoring.boxes import BoxReader
 from stillframe.restoring.load import load_rank, load_save
@@ -247,15 +249,31 @@ def go_on(checkpointer: Checkpointer) -> int | None:
     return None if save is None else save.step
 
 
+_FIRST_ROUND_S = 1.0
+_LONGEST_ROUND_S = 60.0
+
+
 def settle_tier(checkpointer: Checkpointer, tier: TierName) -> None:
     """Block until the tier has what is due there, also what an earlier run has left; what cannot be carried is left.
 
     Every rank calls it: rank 0 waits for the tier, the others for rank 0.
     Raises, on every rank: :class:`StorageError` if nothing is carried any more; :class:`DeadlineError`.
     """
-    group = checkpointer._group
-    wait: Callable[[], None] = (lambda: checkpointer.wait(tier=tier)) if group.rank == 0 else lambda: None
-    do_together(group, "carrying what an earlier run has left", wait)
+    group, done = checkpointer._group, Answer[None]()
+    if group.rank == 0:
+        waiting = threading.Thread(target=lambda: done.run(lambda: checkpointer.wait(tier=tier)), daemon=True)
+        waiting.start()
+    round_s = _FIRST_ROUND_S
+
+    def is_done() -> bool:
+        if group.rank != 0 or not done.wait(round_s):
+            return False
+        done.get()
+        return True
+
+    # In rounds: as long as something moves rank 0 goes on, and the others wait for one word no longer than a deadline.
+    while not is_so_on_any(group, "carrying what an earlier run has left", is_done):
+        round_s = min(2 * round_s, group.deadline_s / 2, _LONGEST_ROUND_S)
 
 
 def is_tier(catalog: Catalog) -> bool:

@@ -138,6 +138,11 @@ def do_together(group: Group, about: str, work: Callable[[], None]) -> None:
     group.decide(about, work, judge, _Number)
 
 
+def is_so_on_any(group: Group, about: str, ask: Callable[[], bool]) -> bool:
+    """Whether it is so on any rank, told to all.  Raises, on every rank, what one of them raises."""
+    return bool(group.decide(about, lambda: int(ask()), _greatest, _Number).number)
+
+
 def _raise_first(answers: list[Answer]) -> None:
     for each in answers:
         if each.error is not None:

@@ -442,3 +442,11 @@ def test_what_a_paused_keeper_still_writes_after_its_step_was_set_aside_is_no_ch
     assert manifest(tmp_path).exists()
     assert not Catalog(tmp_path).steps()
     assert not Catalog(tmp_path).is_committed(SAVE)
+
+
+def test_a_manifest_that_is_there_comes_before_the_word_of_a_trainer(tmp_path: Path) -> None:
+    """Rank 0's keeper has put it, and was killed before it told anybody: its trainer says that the save has failed."""
+    commit, other = coordinator(tmp_path, 2), member(tmp_path)
+    assert commit.poll(is_orphan=False)
+    other.save.word = word(files_stay=True)
+    assert other.poll(is_orphan=False)

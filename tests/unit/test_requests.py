@@ -260,6 +260,13 @@ def test_a_pin_that_comes_before_the_tombstone_wins(catalog: Catalog) -> None:
     assert catalog.is_committed(save)
 
 
+def test_who_pins_what_is_pinned_writes_nothing(catalog: Catalog, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One who may only read can ask for it."""
+    catalog.pin(2)
+    monkeypatch.setattr(catalog.store, "put", lambda *_, **__: pytest.fail("something was written"))
+    catalog.pin(2)
+
+
 def test_a_pin_that_comes_after_the_tombstone_is_refused(catalog: Catalog) -> None:
     save = catalog.find(2)
     epoch = epochs.claim(catalog, "0123abcd", 0)

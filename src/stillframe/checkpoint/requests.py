@@ -214,7 +214,8 @@ def pin(catalog: Catalog, step: int) -> SaveId:
     """
     save = catalog.find(check_step(step))
     key = names.key(save, names.PIN)
-    catalog.store.put(key, _PIN)
+    if not removal.is_pinned(catalog, save):  # who may only read finds out what was pinned for him
+        catalog.store.put(key, _PIN)
     if not catalog.is_committed(save):  # the pin came too late
         catalog.store.delete([key, f"{names.step_dir(save)}/"])
         raise NotFoundError(f"{save} is being removed from {catalog.root} just now")

@@ -284,6 +284,8 @@ class Member:
             raise errors.from_record(outcome.error, _told_by(COORDINATOR, self._id.step, outcome.message))
         if outcome is not None:
             return True
+        if self.save.word is not None and self._is_published(is_overdue=True):
+            return True  # rank 0's keeper has ended between the manifest and its word
         self.save.heed()
         is_gone = bool(self._watch.gone([COORDINATOR], is_orphan))
         if self._is_published(is_overdue=is_gone):

@@ -45,13 +45,15 @@ def main(_: str) -> None:
     dist.all_to_all_single = counted  # type: ignore[assignment]
     for is_one_file in (False, True):
         made = wholes.Wholes()
-        for save in range(2):
+        for save in range(3):
             torch.manual_seed(save)
             full = {
                 f"{name} {dtype}": torch.randn(shape).to(dtype)
                 for name, shape in SHAPES.items()
                 for dtype in (torch.float32, torch.bfloat16, torch.float8_e4m3fn)
             }
+            if save == 2:  # of another dtype than before
+                full = {name: each.double() if each.dtype is torch.float32 else each for name, each in full.items()}
             divided = {name: by_rows(each, mesh) for name, each in full.items()}
             full["columns"], full["replicated"] = torch.randn(4, 9), torch.randn(3, 3)
             divided["columns"] = distribute_tensor(full["columns"], mesh, [Shard(1)])

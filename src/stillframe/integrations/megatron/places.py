@@ -40,9 +40,6 @@ class Place(Entrance, Protocol):
     def wait(self, save: Save) -> None:
         """Block until it is committed where all ranks see it.  Raises why it is not."""
 
-    def over(self, save: Save) -> None:
-        """It is published, or will not be."""
-
     def remove(self, catalog: Catalog, steps: Sequence[int]) -> None:
         """On rank 0: these steps need not stay."""
 
@@ -61,9 +58,6 @@ class SharedPlace(SharedRoot):
 
     def wait(self, save: Save) -> None:
         save.wait("committed")
-
-    def over(self, save: Save) -> None:
-        pass
 
     def remove(self, catalog: Catalog, steps: Sequence[int]) -> None:
         assert self._run is not None
@@ -155,6 +149,7 @@ class OwnDisks:
         def save(state: Any, **more: Any) -> Save:
             made.append(spi.save(self._run, state, word, **more))
             self._pending[made[0]] = None
+            spi.when_over(made[0], self._over)
             return made[0]
 
         made: list[Save] = []
@@ -163,7 +158,7 @@ class OwnDisks:
                 yield save
         except BaseException:
             for each in made:
-                self.over(each)
+                self._over(each)
             raise
 
     @contextlib.contextmanager
@@ -177,7 +172,8 @@ class OwnDisks:
     def wait(self, save: Save) -> None:
         save.wait("committed", tier=self._tier)
 
-    def over(self, save: Save) -> None:
+    def _over(self, save: Save) -> None:
+        """It is published, or will not be."""
         self._pending.pop(save, None)
 
     def remove(self, catalog: Catalog, steps: Sequence[int]) -> None:

@@ -171,7 +171,6 @@ class SaveStrategy(base.AsyncSaveShardedStrategy):  # type: ignore[misc]  # mypy
         if publication is not None:
             save.then(publication.tidy)
             self._last = save, publication
-        spi.when_over(save, place.over)
         return save, published
 
     def _finish(self, save: Save, published: Callable[[Save], object]) -> None:

@@ -23,14 +23,18 @@ class Wholes:
         """By weight, the largest first: the rank that saves it as a whole."""
         self._here: dict[str, torch.Tensor] = {}
         """Those of this rank, in host memory; written over by the next save."""
+        self._forms: dict[str, Any] = {}
+        """Of the weights that these were shared out for."""
 
     def make(self, divided: Mapping[str, DTensor], *, is_one_file: bool) -> dict[str, spi.TensorBox]:
         """Blocks until the rows of all ranks are where they are saved.  A collective.
 
         ``is_one_file``: rank 0 saves all.
         """
-        if self.owners.keys() != divided.keys():
+        forms = {name: (each.shape, each.dtype, is_one_file) for name, each in divided.items()}
+        if forms != self._forms:
             self.owners, self._here = _shared_out(divided, 1 if is_one_file else dist.get_world_size()), {}
+            self._forms = forms
         for name, owner in self.owners.items():
             if owner == dist.get_rank() and name not in self._here:
                 self._here[name] = torch.empty(divided[name].shape, dtype=divided[name].dtype, device="cpu")

@@ -30,7 +30,7 @@ from stillframe.format import names
 from stillframe.format.epochs import Aside, decode_parent, encode_aside, encode_parent
 from stillframe.latch import Latch
 from stillframe.model import CHUNK_BYTES, SaveId
-from stillframe.ranks import group
+from stillframe.ranks import joining
 from stillframe.store.memory import Fault, MemoryBackend, MemoryStore
 from stillframe.store.object_writer import ObjectWriter
 from stillframe.store.objects import ObjectStore
@@ -52,7 +52,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two checkpoints of two ranks; not to be changed."""
     root = tmp_path_factory.mktemp("promote") / "pair"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(group, "_store", lambda *_: HashStore())  # they never talk
+        patch.setattr(joining, "_store", lambda *_: HashStore())  # they never talk
         save_pair(root)
     return root
 

@@ -21,7 +21,7 @@ from stillframe.keeper.follower import Follower
 from stillframe.keeper.leader import Leader
 from stillframe.link.messages import TierFailed
 from stillframe.model import SaveId
-from stillframe.ranks import group
+from stillframe.ranks import joining
 from stillframe.tiers import Tier, check_tiers
 from tests import layout
 from tests.integration.test_promote import LARGE, SMALL, save_pair, unshared
@@ -34,7 +34,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two checkpoints of two ranks; not to be changed."""
     root = tmp_path_factory.mktemp("slow") / "pair"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(group, "_store", lambda *_: HashStore())  # they never talk
+        patch.setattr(joining, "_store", lambda *_: HashStore())  # they never talk
         save_pair(root)
     return root
 

@@ -13,6 +13,7 @@ from stillframe.checkpoint.promote import Pace, carry_part
 from stillframe.errors import StorageError
 from stillframe.format import names
 from stillframe.keeper import mover, retention
+from stillframe.keeper.commit import Member
 from stillframe.keeper.epochs import CurrentEpoch
 from stillframe.keeper.follower import Follower
 from stillframe.keeper.mover import Mover
@@ -89,13 +90,18 @@ def taken_back_in_doubt(patch: pytest.MonkeyPatch) -> None:
 
 
 def taken_back_on_any_word(patch: pytest.MonkeyPatch) -> None:
-    heed = SegmentWriter.heed
+    """Also where the manifest is there, which is looked for first."""
+    heed, is_published = SegmentWriter.heed, Member._is_published
 
     def hasty(self: SegmentWriter) -> None:
         self.is_promised = self.is_promised and self.word is None
         heed(self)
 
+    def blind(self: Member, is_overdue: bool) -> bool:
+        return self.save.word is None and is_published(self, is_overdue)
+
     patch.setattr(SegmentWriter, "heed", hasty)
+    patch.setattr(Member, "_is_published", blind)
 
 
 def leftovers_forgotten(patch: pytest.MonkeyPatch) -> None:

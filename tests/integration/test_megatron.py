@@ -332,6 +332,30 @@ def test_nothing_names_it_before_the_tier_has_it(tmp_path: Path, disks: str) -> 
     strategy.close()
 
 
+def test_a_save_that_is_on_the_disk_before_anybody_asks_to_publish_it_keeps_its_turn(
+    tmp_path: Path, disks: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ranks still tell one another that all have saved: it is pending until the tier has it."""
+    from stillframe.integrations.frameworks import save_together
+
+    tier = stillframe.Tier(tmp_path / "tier", limit="4kB/s")
+    strategy = ours.SaveStrategy(disks, tiers=[tier])
+    phases = []
+
+    def late(place: Any, *arguments: Any) -> Any:
+        found = save_together(place, *arguments)
+        found.wait("committed")
+        until(lambda: found not in place._pending, "the save is over")
+        phases.append(found.tiers[place.root])
+        return found
+
+    save(strategy, tmp_path / "run/iter_0000001", 1)
+    monkeypatch.setattr("stillframe.integrations.megatron.strategies.save_together", late)
+    save(strategy, tmp_path / "run/iter_0000002", 2)
+    assert phases == ["committed"]
+    strategy.close()
+
+
 def test_two_directories_of_checkpoints_have_disks_of_their_own(tmp_path: Path, disks: str) -> None:
     strategy = ours.SaveStrategy(disks)
     save(strategy, tmp_path / "run/iter_0000001", 1)

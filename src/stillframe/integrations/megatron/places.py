@@ -16,15 +16,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from stillframe import Catalog, Checkpointer, Keep, KeepLast, Save, Tier, spi
-from stillframe.errors import ConfigError, NotFoundError
+from stillframe.errors import ConfigError, NotFoundError, StillframeError
 from stillframe.integrations.frameworks import Entrance, SharedRoot
 from stillframe.open_roots import How, close_root
 from stillframe.open_roots import fence as fence_shared
 from stillframe.store import root_address
 
 _LOOK_S = 0.05
-_UNPUBLISHED = KeepLast(2)
-"""So many saves, at most, are in the tier before their directories name them."""
+_UNPUBLISHED = KeepLast(3)
+"""So many saves, at most, are in the tier before their directories name them: two that :meth:`OwnDisks.make_room` lets
+be under way, and one before them whose directory is being written."""
 
 
 class Place(Entrance, Protocol):
@@ -128,7 +129,7 @@ class OwnDisks:
             raise
         _open.add(self)
         self._pending: dict[Save, None] = {}
-        """Those that are not published, and may yet be; in their order."""
+        """Those that the tier may yet get, in their order."""
 
     def settle(self) -> None:
         """On every rank: block until the tier has all that the disks have.  Raises: :class:`StorageError`."""
@@ -149,7 +150,7 @@ class OwnDisks:
         def save(state: Any, **more: Any) -> Save:
             made.append(spi.save(self._run, state, word, **more))
             self._pending[made[0]] = None
-            spi.when_over(made[0], self._over)
+            spi.when_over(made[0], self._settled)
             return made[0]
 
         made: list[Save] = []
@@ -158,7 +159,7 @@ class OwnDisks:
                 yield save
         except BaseException:
             for each in made:
-                self._over(each)
+                self._pending.pop(each, None)
             raise
 
     @contextlib.contextmanager
@@ -172,8 +173,13 @@ class OwnDisks:
     def wait(self, save: Save) -> None:
         save.wait("committed", tier=self._tier)
 
-    def _over(self, save: Save) -> None:
-        """It is published, or will not be."""
+    def _settled(self, save: Save) -> None:
+        """It is over on this disk, perhaps before anybody has asked to publish it: it is pending until the tier has it.
+
+        Thread: that of the commits, where publishing it comes right before or right after this.
+        """
+        with contextlib.suppress(StillframeError):
+            self.wait(save)
         self._pending.pop(save, None)
 
     def remove(self, catalog: Catalog, steps: Sequence[int]) -> None:

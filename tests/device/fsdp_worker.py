@@ -19,6 +19,7 @@ from stillframe import Checkpointer
 from tests.device import collectives, queued
 from tests.device.models import Transformer
 from tests.device.streams import side_streams, training_on
+from tests.ranks.leaving import leave
 from tests.ranks.saying import say
 from tests.support import bytes_of
 
@@ -98,4 +99,4 @@ if __name__ == "__main__":
     with training_on("own") as streams:
         torch.accelerator.set_stream(streams[this_rank])
         main(Path(sys.argv[1]), this_rank)
-    dist.destroy_process_group()
+    leave()

@@ -20,6 +20,7 @@ import stillframe
 from stillframe import Checkpointer, StillframeError, version
 from stillframe.save.device import HostDevice
 from tests.ranks import saying
+from tests.ranks.leaving import leave
 from tests.support import until
 
 RANK = int(os.environ["RANK"])
@@ -303,4 +304,4 @@ if __name__ == "__main__":
             dist.init_process_group("gloo")
         globals()[scenario](f"{sys.argv[1]}/{scenario}")
     if dist.is_initialized():
-        dist.destroy_process_group()
+        leave()

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from stillframe import Checkpointer, TrainState
+from tests.ranks.leaving import leave
 from tests.ranks.saying import say
 
 
@@ -36,7 +37,7 @@ def main() -> None:
             optimizer.step()
             optimizer.zero_grad()
             checkpointer.save(step, state)
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

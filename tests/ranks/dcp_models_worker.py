@@ -22,6 +22,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from stillframe import Catalog
 from stillframe.integrations.dcp import Reader, Stager, Writer
+from tests.ranks.leaving import leave
 from tests.ranks.reshard_worker import Net, assert_alike, reference, train, wrap
 
 warnings.simplefilter("ignore")
@@ -100,7 +101,7 @@ def main() -> None:
     group = dist.new_group(backend="gloo")
     for kind, other in LOADED_BY.items():
         check(kind, other, Path(sys.argv[1], kind), group)
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

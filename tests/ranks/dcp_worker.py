@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 import stillframe
 from stillframe.integrations.dcp import Reader, Stager, Writer
+from tests.ranks.leaving import leave
 from tests.ranks.saying import say
 from tests.support import assert_same
 
@@ -294,7 +295,7 @@ def main() -> None:
         train(root / "hit", die_at=int(sys.argv[3]))
     else:
         train(root / what, until=int(sys.argv[3]))
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader
 import stillframe
 from stillframe import RNG, Batches, Catalog, ConfigError, MismatchError, UnsupportedStateError, spi
 from stillframe.integrations.lightning import CheckpointIO
+from tests.ranks.leaving import leave
 from tests.support import assert_same
 
 DATA: Any = torch.randn(16, 4, generator=torch.Generator().manual_seed(0))
@@ -209,4 +210,4 @@ if __name__ == "__main__":
     for name in sys.argv[2:]:
         (at := Path(sys.argv[1], name)).mkdir(exist_ok=True)
         globals()[name](at)
-    dist.destroy_process_group()
+    leave()

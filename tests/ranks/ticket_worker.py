@@ -21,6 +21,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import stillframe
 from stillframe.integrations.dcp import Stager, Writer
+from tests.ranks.leaving import leave
 
 warnings.simplefilter("ignore")
 dcp: Any = importlib.import_module("torch.distributed.checkpoint")
@@ -390,7 +391,7 @@ def main() -> None:
     for case in sys.argv[2:]:
         globals()[case](Path(sys.argv[1], case))
         dist.barrier()
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ import stillframe
 from stillframe import spi
 from stillframe.model import Phase
 from tests.ranks.launch import Launch
+from tests.ranks.leaving import leave
 from tests.ranks.saying import say
 from tests.support import bytes_of, is_alive, kill, make_model, train_step, until
 
@@ -306,7 +307,7 @@ def main(mode: str, *arguments: str) -> None:
         root, kind, steps, *kills = arguments
         train(Path(root), kind, int(steps), kills)
     if dist.is_initialized():
-        dist.destroy_process_group()
+        leave()
 
 
 if __name__ == "__main__":

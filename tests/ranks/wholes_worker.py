@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from stillframe.integrations.transformers import wholes
 from tests.ranks import saying
+from tests.ranks.leaving import leave
 
 RANK = int(os.environ["RANK"])
 SHAPES: dict[str, tuple[int, ...]] = {
@@ -71,7 +72,7 @@ def main(_: str) -> None:
         owners = set(made.owners.values())
         assert owners == ({0} if is_one_file else {0, 1, 2})
     saying.say(f"[{RANK}] received {sum(exchanged)}")
-    dist.destroy_process_group()
+    leave()
 
 
 main(*sys.argv[1:])

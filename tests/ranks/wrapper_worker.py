@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import stillframe
 from stillframe import Checkpointer, MismatchError, TrainState
+from tests.ranks.leaving import leave
 from tests.support import assert_same
 from tests.wrapping import Scaled, apart
 
@@ -142,4 +143,4 @@ if __name__ == "__main__":
     dist.init_process_group("gloo")
     for name in sys.argv[2:]:
         {"by_hand": by_hand, "low_bit": low_bit, "float8": float8}[name](Path(sys.argv[1]))
-    dist.destroy_process_group()
+    leave()

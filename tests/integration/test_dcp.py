@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import io
 import os
@@ -95,6 +96,19 @@ def test_a_planner_that_renames_and_one_that_writes_bytes_of_its_own(tmp_path: P
     assert state["my_n"] == "<7>"
     assert torch.equal(state["my_w"], torch.arange(5))
     fails(lambda: dcp.load(dict(state), storage_reader=Reader(tmp_path)), "my_n", "planner of its own")
+
+
+@pytest.mark.parametrize("path", [("model",), ("model", "a"), ("model", "a", "b"), ()])
+def test_a_planner_that_puts_values_in_one_place_is_told_so(tmp_path: Path, path: tuple[str, ...]) -> None:
+    class Confused(dcp.DefaultSavePlanner):  # type: ignore[misc]
+        def create_local_plan(self) -> Any:
+            plan = super().create_local_plan()
+            paths = {**plan.planner_data, "model.b": path}  # where the other is, above it, or below it
+            return dataclasses.replace(plan, planner_data=paths)
+
+    state = {"model": {"a": torch.zeros(2), "b": torch.ones(2)}}
+    fails(lambda: dcp.save(state, storage_writer=Writer(tmp_path), planner=Confused()), "have one place in the state")
+    assert stillframe.Catalog(tmp_path).latest() is None
 
 
 def test_a_tensor_is_cast_as_dcp_casts(tmp_path: Path) -> None:

@@ -146,24 +146,27 @@ def _state(plan: SavePlan, planner: SavePlanner, allow_pickle: bool, has_gaps: b
         if not _is_nothing(item):
             items.setdefault(item.index.fqn, []).append(item)
     paths = plan.planner_data if isinstance(plan.planner_data, dict) else {}
-    values = {}
+    values = []
     for name, found in items.items():
         path = tuple(paths.get(name, (name,)))
         if found[0].type is WriteItemType.BYTE_IO:
-            values[path] = to_leaves(_value(found[0], planner), None if allow_pickle else _ALLOW, path)
+            values.append((path, to_leaves(_value(found[0], planner), None if allow_pickle else _ALLOW, path)))
         else:
-            values[path] = TensorBox.of([_box(item, planner) for item in found])
+            values.append((path, TensorBox.of([_box(item, planner) for item in found])))
     return dict(_nested(values, has_gaps))
 
 
-def _nested(values: dict[tuple[Any, ...], Any], has_gaps: bool) -> Any:
-    """By their paths.  Only a list has integer keys: DCP turns all keys of dicts into text."""
-    if () in values:
-        return values[()]
-    below: dict[Any, dict[tuple[Any, ...], Any]] = {}
-    for (key, *path), value in values.items():
-        below.setdefault(key, {})[tuple(path)] = value
-    items = {key: _nested(found, has_gaps) for key, found in below.items()}
+def _nested(values: list[tuple[tuple[Any, ...], Any]], has_gaps: bool, at: tuple[Any, ...] = ()) -> Any:
+    """By their paths below ``at``.  Only a list has integer keys: DCP turns all keys of dicts into text."""
+    below: dict[Any, list[tuple[tuple[Any, ...], Any]]] = {}
+    for path, value in values:
+        if path:
+            below.setdefault(path[0], []).append((path[1:], value))
+        elif len(values) == 1:
+            return value
+        else:
+            raise UnsupportedStateError(f"{len(values)} values of DCP's plan have one place in the state dict: {at}")
+    items = {key: _nested(found, has_gaps, (*at, key)) for key, found in below.items()}
     if not items or not all(isinstance(key, int) for key in items):
         return items
     return [items.get(at, ELSEWHERE) for at in range(max(items) + 1 + has_gaps)]

@@ -108,15 +108,12 @@ class _Run:
 
     position: int
     dtype: torch.dtype
-    shape: torch.Size | None
-    """Of all of them, if they are alike."""
     nbytes: int
     indexes: list[int]
 
     def add(self, index: int, target: Target) -> None:
         self.indexes.append(index)
         self.nbytes += target.nbytes
-        self.shape = self.shape if self.shape == target.source.shape else None
 
     def takes(self, position: int, dtype: torch.dtype, nbytes: int) -> bool:
         return self.position == position - 1 and self.dtype is dtype and self.nbytes + nbytes <= _COALESCE_BYTES
@@ -164,7 +161,7 @@ class Capture:
             if last is not None and is_small and last.takes(position, target.source.dtype, target.nbytes):
                 last.add(index, target)
                 return
-            self._runs.append(_Run(position, target.source.dtype, target.source.shape, target.nbytes, [index]))
+            self._runs.append(_Run(position, target.source.dtype, target.nbytes, [index]))
         elif target.loose is None:
             self._places.append((position, Place.of(index, target.source)))
         else:
@@ -184,7 +181,7 @@ class Capture:
         with torch.no_grad():
             for run in self._runs:
                 found = [tensors[index] for index in run.indexes]
-                row = found[0] if len(found) == 1 else flattened(found, are_alike=run.shape is not None)
+                row = found[0] if len(found) == 1 else flattened(found)
                 rows[run.position] = as_row(row)
         for position, place in self._places:
             rows[position] = as_row(place.tensor(tensors[place.index].untyped_storage()))

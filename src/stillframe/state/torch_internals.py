@@ -215,11 +215,13 @@ def load_without_ranks(state: dict[str, Any], reader: Any, planner: Any) -> None
     _load_state_dict(state, storage_reader=reader, planner=planner, no_dist=True)
 
 
-def flattened(tensors: Sequence[torch.Tensor], *, are_alike: bool = False) -> torch.Tensor:
-    """Their items end to end, in one call.  ``torch.cat`` takes only rows: a call for each would fight for the GIL."""
-    if are_alike:
-        return torch.stack(list(tensors)).view(-1)  # for many of no dimension half as slow
-    row: torch.Tensor = torch._C._nn.flatten_dense_tensors(list(tensors))
+def flattened(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Their items end to end, in one call.  ``torch.cat`` takes only rows: a call for each would fight for the GIL.
+
+    Without what autograd does for each view in between, which takes as long as the rest.
+    """
+    with torch._C._AutoDispatchBelowADInplaceOrView():
+        row: torch.Tensor = torch._C._nn.flatten_dense_tensors(list(tensors))
     return row
 
 

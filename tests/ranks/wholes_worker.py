@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import sys
 from typing import Any
+from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from stillframe import StillframeError
 from stillframe.integrations.transformers import wholes
 from tests.ranks import saying
 from tests.ranks.leaving import leave
@@ -33,6 +36,15 @@ def by_rows(full: torch.Tensor, mesh: DeviceMesh) -> DTensor:
     return DTensor.from_local(part, mesh, [Shard(0)], run_check=False, shape=full.shape, stride=full.stride())
 
 
+def no_room(made: wholes.Wholes, mesh: DeviceMesh, is_one_file: bool) -> None:
+    """On rank 0 alone; all ranks are told, and none is left in an exchange."""
+    divided = {"large": by_rows(torch.randn(6, 5), mesh)}
+    failing = {"side_effect": RuntimeError("can't allocate memory")} if RANK == 0 else {"side_effect": wholes._room}
+    told = RuntimeError if RANK == 0 else StillframeError
+    with mock.patch.object(wholes, "_room", **failing), pytest.raises(told, match="can't allocate memory"):
+        made.make(divided, is_one_file=is_one_file)
+
+
 def main(_: str) -> None:
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -46,6 +58,7 @@ def main(_: str) -> None:
     dist.all_to_all_single = counted  # type: ignore[assignment]
     for is_one_file in (False, True):
         made = wholes.Wholes()
+        no_room(made, mesh, is_one_file)
         for save in range(3):
             torch.manual_seed(save)
             full = {

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
 from stillframe import spi
+from stillframe.integrations.frameworks import here
 
 _TURN_BYTES = 256 << 20
 """So much of a model is exchanged at once.  On a device a turn takes two buffers, each of this divided by the ranks."""
@@ -29,15 +30,16 @@ class Wholes:
     def make(self, divided: Mapping[str, DTensor], *, is_one_file: bool) -> dict[str, spi.TensorBox]:
         """Blocks until the rows of all ranks are where they are saved.  A collective.
 
-        ``is_one_file``: rank 0 saves all.
+        ``is_one_file``: rank 0 saves all.  Raises on all ranks if one has no room for what it saves.
         """
         forms = {name: (each.shape, each.dtype, is_one_file) for name, each in divided.items()}
         if forms != self._forms:
-            self.owners, self._here = _shared_out(divided, 1 if is_one_file else dist.get_world_size()), {}
-            self._forms = forms
-        for name, owner in self.owners.items():
-            if owner == dist.get_rank() and name not in self._here:
-                self._here[name] = torch.empty(divided[name].shape, dtype=divided[name].dtype, device="cpu")
+            owners = _shared_out(divided, 1 if is_one_file else dist.get_world_size())
+            self._here, self._forms = {}, {}  # there may not be room for both
+            self._here = here(
+                lambda: _room({name: divided[name] for name in owners if owners[name] == dist.get_rank()})
+            )
+            self.owners, self._forms = owners, forms
         for names in _turns({name: divided[name] for name in self.owners}):
             turn = {name: divided[name] for name in names}
             if _is_by_rows(divided[names[0]]):
@@ -75,6 +77,11 @@ class Wholes:
             whole = _reachable(each).full_tensor()
             if name in self._here:
                 self._here[name].copy_(whole)
+
+
+def _room(divided: Mapping[str, DTensor]) -> dict[str, torch.Tensor]:
+    """In host memory, for the whole of each."""
+    return {name: torch.empty(each.shape, dtype=each.dtype, device="cpu") for name, each in divided.items()}
 
 
 def _shared_out(divided: Mapping[str, DTensor], ranks: int) -> dict[str, int]:

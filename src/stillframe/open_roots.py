@@ -138,7 +138,7 @@ class Admission:
         return replace(self, rank=rank)
 
     @contextlib.contextmanager
-    def enter(self, root: str, how: How) -> Iterator[OpenRoot]:
+    def enter(self, root: str | os.PathLike[str], how: How) -> Iterator[OpenRoot]:
         """The root, open for this save until the ``with`` ends.  ``root``: as this rank names it.
 
         If the block raises, and this rank has not saved, the others are told.
@@ -232,7 +232,7 @@ def _enter(path: str, run: str | None, seat: Seat, how: How) -> OpenRoot:
         _roots.changes_end(path, *(each.path for each in leaving))
 
 
-def settle_root(root: str | os.PathLike[str], world_size: int, how: How) -> None:
+def settle_root(root: str | os.PathLike[str], how: How) -> None:
     """On rank 0: block until what was saved to this root, here or by a run before, is committed or has failed.
 
     A root that was not open is closed again: whoever only reads keeps no other run from saving there.  Where another
@@ -245,7 +245,7 @@ def settle_root(root: str | os.PathLike[str], world_size: int, how: How) -> None
         spi.settle(opened.run)
     elif kind_of(path) == "directory" and spi.has_saves(path):
         try:
-            with _using(path, None, (0, world_size), how) as opened, contextlib.suppress(BusyError):
+            with _using(path, None, (0, seat()[1]), how) as opened, contextlib.suppress(BusyError):
                 spi.settle(opened.run)
                 spi.show_labels(path)
         finally:
@@ -263,8 +263,9 @@ def close_roots(chosen: Callable[[OpenRoot], bool]) -> None:
         _roots.changes_end(*(each.path for each in leaving))
 
 
-def close_root(path: str) -> None:
+def close_root(root: str | os.PathLike[str]) -> None:
     """Finish the saves to this root and close it, if it is open."""
+    path = root_address(root)
     close_roots(lambda each: each.path == path)
 
 

@@ -140,14 +140,13 @@ class CheckpointEngine:
         there is a ``latest``, cannot be determined: DeepSpeed would take it for a fresh start.
         """
         directory_address(directory)
-        rank, world_size = seat()
 
         def settled() -> None:
             with contextlib.suppress(StillframeError):  # it has been logged
                 self.cleanup()
             try:
-                if rank == 0:
-                    settle_root(directory, world_size, self._how)
+                if seat()[0] == 0:
+                    settle_root(directory, self._how)
             except StillframeError as error:  # of one who may not write there, say: what is there can be read
                 logger.warning("what was saved to %s was not waited for: %s", directory, error)
 

@@ -21,7 +21,7 @@ from stillframe.errors import ExistsError, NotFoundError, StillframeError, Stora
 from stillframe.integrations.frameworks import agreed
 from stillframe.integrations.pickled import to_leaves
 from stillframe.open_roots import Admission, How, OpenRoot, admitting, close_root, find_root, seat
-from stillframe.store import files, root_address
+from stillframe.store import files
 
 logger = logging.getLogger("stillframe")
 
@@ -92,7 +92,7 @@ class Directory:
     @property
     def _is_live(self) -> bool:
         """Another root may have taken its place; then all that was requested is committed or has failed."""
-        return find_root(root_address(self.root)) is self._opened
+        return find_root(self.root) is self._opened
 
     def _free_copies(self) -> spi.LiveState:
         """One whose last state has been staged, since its copies are used again; else a new one, or wait."""
@@ -216,7 +216,7 @@ class Directory:
 
     def close(self) -> None:
         """After :meth:`finish`."""
-        close_root(root_address(self.root))
+        close_root(self.root)
 
 
 def _storable(checkpoint: dict[str, Any], sharded: Collection[str] | None) -> Any:

@@ -21,7 +21,7 @@ from stillframe import Catalog, Save, spi
 from stillframe.errors import ConfigError, FormatError, IntegrityError, NotFoundError
 from stillframe.integrations.frameworks import agreed
 from stillframe.integrations.megatron.places import Place
-from stillframe.open_roots import How, find_root, seat, settle_root
+from stillframe.open_roots import How, find_root, settle_root
 from stillframe.store import files, is_url, root_address
 
 logger = logging.getLogger("stillframe")
@@ -237,7 +237,7 @@ def _latest(above: str, root: str, storage_options: Mapping[str, Any] | None) ->
         return None
     catalog = Catalog(root, storage_options=storage_options)
     if find_root(root) is not None:
-        settle_root(root, seat()[1], How(storage_options=storage_options))
+        settle_root(root, How(storage_options=storage_options))
     elif not spi.is_tier(catalog) and spi.wait_finished(root, storage_options):
         remove_unfinished(above)
     return newest_in(catalog, above)

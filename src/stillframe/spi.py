@@ -7,7 +7,7 @@ other names  Label, read_alias, show_labels, save_of: a directory that stands fo
              hide: parts of a state that a segment, opened by others, should not show
 removal      remove: single steps, beside the run that saves there
 state dicts  LiveState: one that stands still until the next update; versions_of: to tell if it did not;
-             mapped, tensors_in, is_tensor: what is in one
+             mapped, path_text, tensors_in, is_tensor: what is in one
 values       storable: whether a value comes back as it was; is_wrapper: whether a tensor wraps others;
              load_rank, load_save: what one rank, or all of them, saved in a save
 roots        has_saves: whether there is anything to wait for; wait_finished: for the keepers of a run that has ended;
@@ -58,7 +58,7 @@ from stillframe.save.fence import Holds, OptimizerFence
 from stillframe.save.saves import Save
 from stillframe.save.versions import Versions
 from stillframe.state.boxes import TensorBox
-from stillframe.state.live import LiveState, is_tensor, mapped, tensors_in
+from stillframe.state.live import LiveState, is_tensor, mapped, path_text, tensors_in
 from stillframe.state.torch_internals import local_of
 from stillframe.state.walk import storable
 from stillframe.state.wrappers import is_wrapper
@@ -87,6 +87,7 @@ __all__ = [
     "load_save",
     "mapped",
     "meeting",
+    "path_text",
     "read_alias",
     "remove",
     "save",
@@ -298,8 +299,7 @@ def meeting(checkpointer: Checkpointer, name: str, *, ahead_s: float = 0.0) -> M
 def versions_of(state: Any) -> Versions:
     """Of all tensors of a state dict, for ``since``; a DTensor and its local tensor count apart."""
     found = tensors_in(state)
-    names = ["/".join(map(str, path)) for path in found]
-    return Versions([*found.values(), *map(local_of, found.values())], names * 2)
+    return Versions([*found.values(), *map(local_of, found.values())], list(map(path_text, found)) * 2)
 
 
 def when_over(save: Save, function: Callable[[Save], object]) -> None:

@@ -144,6 +144,7 @@ def test_the_public_names_are_what_we_think() -> None:
         "load_save",
         "mapped",
         "meeting",
+        "path_text",
         "read_alias",
         "remove",
         "save",

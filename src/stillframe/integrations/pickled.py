@@ -18,10 +18,9 @@ import torch
 
 from stillframe import register_leaf
 from stillframe.errors import FormatError, UnsupportedStateError
-from stillframe.spi import is_tensor, mapped, storable
+from stillframe.spi import is_tensor, mapped, path_text, storable
 
 _Path = tuple[Any, ...]
-_PLAIN = {str, int, float, bool, type(None)}
 
 
 class Opaque:
@@ -42,18 +41,18 @@ def to_leaves(node: Any, advice: str | None, path: _Path = ()) -> Any:
     """
 
     def leaf(path: _Path, value: Any) -> Any:
-        if type(value) in _PLAIN or is_tensor(value) or storable(value):
+        if is_tensor(value) or storable(value):
             return value
         kind, data = f"{type(value).__module__}.{type(value).__qualname__}", io.BytesIO()
         if advice is not None:
             raise UnsupportedStateError(
-                f"{_text(path)} is a {kind}, which only pickle can hold: leave it out, or {advice} "
+                f"{path_text(path)} is a {kind}, which only pickle can hold: leave it out, or {advice} "
                 "(loading the checkpoint will then run code from it)"
             )
         try:
             torch.save(value, data)
         except Exception as error:  # of any object's own code
-            raise UnsupportedStateError(f"{_text(path)} is a {kind}, which cannot be stored: {error}") from error
+            raise UnsupportedStateError(f"{path_text(path)} is a {kind}, which cannot be stored: {error}") from error
         return Opaque(data.getvalue(), kind)
 
     return mapped(node, leaf, path)
@@ -73,7 +72,7 @@ def from_leaves(node: Any, map_location: Any, weights_only: bool | None, advice:
             return value if place is None else value.to(place)
         if not isinstance(value, Opaque) or not value.pickled:
             return value
-        what = f"{_text(path)} is a {value.pickled} that was pickled"
+        what = f"{path_text(path)} is a {value.pickled} that was pickled"
         return unpickled(io.BytesIO(value.data), map_location, weights_only, what, advice)
 
     return mapped(node, leaf, path)
@@ -108,10 +107,6 @@ def register_deepspeed_types() -> None:
 
     for kind in (LossScaler, DynamicLossScaler, fragment_address, SubparamShape):
         register_attributes(kind, f"deepspeed.{kind.__name__}")
-
-
-def _text(path: _Path) -> str:
-    return "/".join(map(str, path))
 
 
 register_attributes(argparse.Namespace, "namespace.Namespace")

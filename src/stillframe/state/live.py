@@ -44,6 +44,11 @@ def mapped(node: Any, leaf: Callable[[_Path, Any], Any], path: _Path = ()) -> An
     return leaf(path, node)
 
 
+def path_text(path: _Path) -> str:
+    """As people read it."""
+    return "/".join(map(str, path))
+
+
 def is_tensor(value: Any) -> bool:
     """One that wraps others is none: it would come back in another form, so whoever stores it decides."""
     return isinstance(value, torch.Tensor) and not is_sharded_tensor(value) and not is_wrapper(local_of(value))

@@ -229,8 +229,9 @@ def _storable(checkpoint: dict[str, Any], sharded: Collection[str] | None) -> An
         if sharded is not None and path and path[0] in sharded:
             return value
         if sharded is not None and isinstance(value, torch.Tensor) and hasattr(value, "device_mesh"):
-            where = "/".join(map(str, path))
-            raise UnsupportedStateError(f"{where} is a {type(value).__name__}: only {', '.join(sharded)} may hold such")
+            raise UnsupportedStateError(
+                f"{spi.path_text(path)} is a {type(value).__name__}: only {', '.join(sharded)} may hold such"
+            )
         return to_leaves(value, None, path)
 
     return spi.mapped(checkpoint, leaf)

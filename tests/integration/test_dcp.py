@@ -184,6 +184,24 @@ def test_a_lazy_save_that_cannot_be_planned_says_so_and_training_goes_on(tmp_pat
     assert len(stillframe.Catalog(tmp_path).steps()) == 2
 
 
+def test_a_lazy_save_that_was_refused_stops_nobody_while_its_error_is_kept(tmp_path: Path) -> None:
+    """Its traceback refers to everything that the save consisted of."""
+    model, optimizer = trained()
+    writer = Writer(tmp_path)
+    stager = Stager(writer)
+    kept = []
+    for state, step, words in (({"model": model}, 4, "has been saved"), ({"odd": Odd()}, None, "only pickle can hold")):
+        dcp.save({"model": model}, storage_writer=Writer(tmp_path, step=4 if step else None))
+        writer.step = step
+        kept.append(dcp.async_save(state, storage_writer=writer, async_stager=stager))
+        update(model, optimizer)
+        assert words in str(kept[-1].upload_completion.exception(20))
+        assert kept[-1].staging_completion.exception(20) is not None
+    dcp.async_save({"model": model}, storage_writer=writer, async_stager=stager).upload_completion.result(20)
+    update(model, optimizer)
+    assert stillframe.Catalog(tmp_path).steps() == [4, 5, 7]
+
+
 def test_a_lazy_save_to_another_place_than_its_stager_knew_is_as_safe(tmp_path: Path) -> None:
     model, optimizer = trained()
     writer = Writer(tmp_path / "a")

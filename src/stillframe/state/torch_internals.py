@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 from typing import Any
@@ -225,18 +226,24 @@ def flattened(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return row
 
 
-def frame_of_dcp() -> int | None:
-    """DCP tells a storage nothing when a save fails elsewhere.  But this frame of the thread is there until it ends."""
+def frame_of_dcp() -> tuple[int, int] | None:
+    """DCP tells a storage nothing when a save fails elsewhere.  But this frame, of this thread, is there until then."""
     found, frame = None, inspect.currentframe()
     while frame is not None:
         if frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict_saver":
-            found = id(frame)
+            found = threading.get_ident(), id(frame)
         frame = frame.f_back
     return found
 
 
-def is_in_frame(thread: int, identity: int) -> bool:
-    """Whether a thread is in the frame that :func:`frame_of_dcp` gave; there is no public way to another's stack."""
+def is_in_frame(found: tuple[int, int] | None) -> bool:
+    """Whether a thread is in the frame that :func:`frame_of_dcp` gave; if it gave none, who knows: it may be.
+
+    There is no public way to another thread's stack.
+    """
+    if found is None:
+        return True
+    thread, identity = found
     frame = sys._current_frames().get(thread)
     while frame is not None and id(frame) != identity:
         frame = frame.f_back

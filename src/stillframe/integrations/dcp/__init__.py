@@ -14,7 +14,7 @@ What is written is an ordinary checkpoint: the ``stillframe`` command, :func:`st
 from __future__ import annotations
 
 from stillframe.integrations.dcp.reader import Reader
-from stillframe.integrations.dcp.stager import Stager
+from stillframe.integrations.dcp.round import Stager
 from stillframe.integrations.dcp.writer import Writer
 
 __all__ = ["Reader", "Stager", "Writer"]

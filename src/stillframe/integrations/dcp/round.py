@@ -9,87 +9,26 @@ from __future__ import annotations
 
 import contextlib
 import copyreg
+import functools
 import threading
 import weakref
 from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.staging import AsyncStager
 
 from stillframe import Save, spi
-from stillframe.errors import StateError
-from stillframe.open_roots import Admission, close_root
+from stillframe.errors import ConfigError, StateError
+from stillframe.open_roots import Admission, close_root, fence
 from stillframe.state.torch_internals import frame_of_dcp, is_in_frame
 
+_rounds: dict[Round, tuple[int, int] | None] = {}
+"""Those that DCP has begun, and the frame of its that each is in, until it is left."""
 _under_way: set[threading.Event] = set()
 """An event for each lazy save, set at its end."""
-_rounds: weakref.WeakSet[Round] = weakref.WeakSet()
-_LEFT = "torch.distributed.checkpoint ended the save before it was written here"
-_looking = threading.RLock()  # of a set that changes while it is looked through
-
-
-class Staging(Future[dict[str, Any]]):
-    """One lazy save, as the future that DCP wants from a stager: it is told of the copy, done or failed.
-
-    DCP asks for the ``result`` at once, on its own thread, and gets the live state: that is safe, because updates are
-    held back until the copy is done.
-
-    If DCP fails before it calls the writer, nothing says so but the end of its thread, or, if it never took the state,
-    the end of this object.  Either calls :meth:`ended`; else the next update would wait forever.
-    """
-
-    def __init__(self, gate: spi.UpdateGate, live: dict[str, Any], step: int | None) -> None:
-        super().__init__()
-        self.step, self._live = step, live
-        self.versions = spi.versions_of(dict(live))
-        """From now on nothing may change, though the save is requested later."""
-        self._before, self._ended = list(_under_way), threading.Event()
-        _under_way.add(self._ended)
-        self._release = gate.hold(
-            "dcp.async_save is still planning; if it shares a process group with training, both may hang: give it one "
-            "of its own, process_group=dist.new_group(backend='gloo')"
-        )
-
-    @property
-    def is_over(self) -> bool:
-        """It is copied, or the copy has failed: updates are not held back any more."""
-        return super().done()
-
-    def result(self, timeout: float | None = None) -> dict[str, Any]:
-        """The live state; blocks until the saves before have ended.  Once the copy is over, ``{}`` or its error."""
-        if self.is_over:
-            return super().result(timeout)
-        current.round = Round(self)  # DCP saves it on this thread
-        for each in self._before:
-            each.wait()
-        return self._live
-
-    def done(self) -> bool:
-        """Always False: DCP would take True for success.  It learns the outcome from a callback."""
-        return False
-
-    def requested(self, save: Save) -> None:
-        """The writer has requested the save.  Blocks until it is staged; raises if it will not be."""
-        self._release()  # from here on the fence of its root knows of the save
-        save.wait("staged")
-        self.set_result({})
-
-    def failed(self, error: BaseException) -> None:
-        self._release()
-        if not self.is_over:
-            self.set_exception(error)
-
-    def ended(self) -> None:
-        """The thread of DCP is over.  May be called again."""
-        self.failed(StateError("it ended before anything was copied; upload_completion says why"))
-        _under_way.discard(self._ended)
-        self._ended.set()
-
-    def __del__(self) -> None:
-        if hasattr(self, "_release"):
-            self.ended()
+_update_gate = functools.cache(lambda: spi.UpdateGate(fence))  # from the first lazy save on: it hooks into optimizers
 
 
 class Round:
@@ -99,58 +38,160 @@ class Round:
     ends with its thread, or when that begins another save.  Rank 0 gives the save up then, for all ranks.
     """
 
-    def __init__(self, staging: Staging | None = None) -> None:
-        self.staging = staging
+    def __init__(self, step: int | None = None) -> None:
+        super().__init__()
+        self.step = step
+        self.versions: spi.Versions | None = None
+        """Of what must not have changed before the save is requested."""
         self.rank: int | None = None
         """This one's in DCP's group; ``None`` until DCP sets its writer up."""
         self.lets_go = False
-        """Whether the root is closed when DCP is done with it."""
+        """Whether the root is closed when DCP is done with it: a process that DCP has made may be idle for ever."""
         self.admission: Admission | None = None
         self.save: Save | None = None
         self.using = contextlib.ExitStack()
         """The root, as long as this save needs it."""
-        self.frame: int | None = None
-        self._thread = threading.get_ident()
 
-    def __del__(self) -> None:
-        if StateError is None:  # the interpreter ends, and has taken this module apart
-            return
-        if self.staging is not None:
-            self.staging.ended()
-        self.end(StateError(_LEFT))
-
-    @property
-    def is_left(self) -> bool:
-        """DCP has ended the save without a word: the thread is not in it any more.  If in doubt, it is."""
-        return self.frame is not None and not is_in_frame(self._thread, self.frame)
+    def requested(self, save: Save) -> None:
+        """The writer has requested the save.  Blocks until this rank has written it; raises if it will not."""
+        self.save = save
+        save.wait("sealed")
 
     def end(self, error: BaseException | None = None) -> None:
         """It has come to its end on this rank; with an ``error``, before it was made.  May be called again."""
-        if error is not None and self.staging is not None:
-            self.staging.failed(error)
         with contextlib.suppress(Exception):  # the others cannot be informed, and wait for their deadline
             self.using.pop_all().__exit__(None if error is None else type(error), error, None)
+
+    def ended(self) -> None:
+        """DCP is through with it.  May be called again."""
+        _rounds.pop(self, None)
+        self.end(StateError("DCP ended the save before it was written here; its error or upload_completion says why"))
+
+
+class Staging(Round, Future[dict[str, Any]]):
+    """A lazy one, as the future that DCP wants from a stager: it is told of the copy, done or failed.
+
+    DCP asks for the ``result`` at once, on its own thread, and gets the live state: that is safe, because updates are
+    held back until the copy is done.
+
+    If DCP fails before it calls the writer, nothing says so but the end of its thread, or, if it never took the state,
+    the end of this object.  Either calls :meth:`ended`; else the next update would wait forever.
+    """
+
+    def __init__(self, gate: spi.UpdateGate, live: dict[str, Any], step: int | None) -> None:
+        super().__init__(step)
+        self._live, self.versions = live, spi.versions_of(dict(live))
+        self._before, self._over = list(_under_way), threading.Event()
+        _under_way.add(self._over)
+        self._release = gate.hold(
+            "dcp.async_save is still planning; if it shares a process group with training, both may hang: give it one "
+            "of its own, process_group=dist.new_group(backend='gloo')"
+        )
+
+    def result(self, timeout: float | None = None) -> dict[str, Any]:
+        """The live state; blocks until the saves before have ended.  Once the copy is over, ``{}`` or its error."""
+        if super().done():
+            return super().result(timeout)
+        current.begin(self)  # DCP saves it on this thread
+        for each in self._before:
+            each.wait()
+        return self._live
+
+    def done(self) -> bool:
+        """Always False: DCP would take True for success.  It learns the outcome from a callback."""
+        return False
+
+    def requested(self, save: Save) -> None:
+        self._release()  # from here on the fence of its root knows of the save
+        save.wait("staged")
+        self.set_result({})
+        super().requested(save)
+
+    def end(self, error: BaseException | None = None) -> None:
+        self._release()
+        if error is not None and not super().done():
+            self.set_exception(error)
+        super().end(error)
+
+    def ended(self) -> None:
+        super().ended()
+        _under_way.discard(self._over)
+        self._over.set()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_release"):
+            self.ended()
+
+
+class Stager(AsyncStager):
+    """For ``dcp.async_save(…, storage_writer=writer, async_stager=stager)``, in its default mode (a thread).
+
+    The state is copied while training goes on; every optimizer's update waits for that.  ``staging_completion`` is the
+    end of the copy, ``upload_completion`` the commit; both tell of failure.  What no live parameter or optimizer owns,
+    buffers for one, is copied at once.
+
+    A save that comes before the one before is committed waits for it, in its own thread (DCP's planning is a
+    collective), and with it the next update: save less often, or wait for ``upload_completion`` where it suits.  For
+    the same reason all ranks begin their lazy saves in the same order, also those to several roots.
+
+    Make one and use it for every save: it remembers whose memory the state is, and reuses its copies.
+    """
+
+    _synchronize_after_execute = False
+
+    def __init__(self, writer: Any) -> None:
+        self._writer, self._live = writer, spi.LiveState()
+
+    def stage(self, state_dict: dict[str, Any]) -> Future[dict[str, Any]]:
+        gate = _update_gate()
+        gate.wait()
+        fence()  # the copies of the state before have been copied away
+        return Staging(gate, LiveDict(self._live.state(state_dict)), self._writer.step)
+
+    def synchronize_staging(self) -> None:
+        """Nothing to do: the fence synchronizes."""
+
+    def close(self) -> None:
+        """Nothing to do: the copies go with this object."""
+
+
+class LiveDict(dict[str, Any]):
+    """A state dict of live memory."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ConfigError(
+            "stillframe's Stager hands over live memory, which cannot go to another process: use "
+            "AsyncCheckpointerType.THREAD, or one of DCP's own stagers"
+        )
+
+
+class _Life:
+    """Of a round.  Its thread alone refers to it; to the round itself, the traceback of its error may."""
 
 
 class _Here(threading.local):
     """What belongs to this thread."""
 
-    def __init__(self) -> None:
-        self.round = Round()
+    round = Round()  # of no save
+
+    def begin(self, found: Round) -> Round:
+        """The round before has ended now; this one has when the thread ends or begins another."""
+        self.round, self._life = found, _Life()
+        weakref.finalize(self._life, found.ended).atexit = False
+        return found
 
 
 current = _Here()
 
 
-def begin_round(rank: int, lets_go: bool) -> None:
-    """DCP sets its writer up on this thread."""
+def begin_round(rank: int, step: int | None, lets_go: bool) -> None:
+    """DCP sets its writer up on this thread: for the lazy save that it has taken up here, or for one of its own."""
     found = current.round
-    if found.rank is not None or (found.staging is not None and found.staging.is_over):
-        found = current.round = Round()
+    if not isinstance(found, Staging) or found.rank is not None or Future.done(found):
+        found = current.begin(Round(step))
     end_left_rounds()
-    found.rank, found.lets_go, found.frame = rank, lets_go, frame_of_dcp()
-    with _looking:
-        _rounds.add(found)
+    found.rank, found.lets_go = rank, lets_go
+    _rounds[found] = frame_of_dcp()
 
 
 def end_left_rounds() -> None:
@@ -158,12 +199,11 @@ def end_left_rounds() -> None:
 
     Blocks, if a root is to be closed, until its saves are committed or have failed.
     """
-    with _looking:
-        left = [each for each in _rounds if each.is_left]
-    for each in left:
-        each.end(StateError(_LEFT))
-        if each.lets_go and each.admission is not None:
-            close_root(each.admission.path)
+    for each, frame in _rounds.copy().items():
+        if not is_in_frame(frame):  # DCP has ended the save without a word
+            each.ended()
+            if each.lets_go and each.admission is not None:
+                close_root(each.admission.path)
 
 
 def _returned(result: Any) -> Any:
@@ -176,8 +216,7 @@ for _kind in (Metadata, CheckpointException):
     copyreg.pickle(_kind, _returned)
 
 
-@dataclass(frozen=True)
-class Carried:
+class Carried(NamedTuple):
     """An admission on its way, in a plan."""
 
     admission: Admission

@@ -79,7 +79,7 @@ class Writer(Place, StorageWriter):
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         lets_go = self._home != os.getpid()  # a process that DCP has made may be idle for ever
-        begin_round(kwargs.get("rank", 0), lets_go)
+        begin_round(kwargs.get("rank", 0), self.step, lets_go)
         if not is_coordinator:  # the last one may have been this rank: then the root is this one's
             close_roots(lambda each: each.path == self.path and each.is_first and not each.users)
         if not kwargs.get("use_collectives", True):
@@ -98,8 +98,7 @@ class Writer(Place, StorageWriter):
         """
         found, count = current.round, len(plans)
         assert found.rank is not None
-        step = self.step if found.staging is None else found.staging.step
-        first = found.admission = found.using.enter_context(admitting(self.path, count, self._how, step=step))
+        first = found.admission = found.using.enter_context(admitting(self.path, count, self._how, step=found.step))
         carried = [Carried(first.of((rank - found.rank) % count)) for rank in range(count)]
         return [dataclasses.replace(plan, storage_data=each) for plan, each in zip(plans, carried, strict=True)]
 
@@ -113,11 +112,7 @@ class Writer(Place, StorageWriter):
                 )
             root = found.using.enter_context(found.admission.enter(self.path, self._how))
             state = _state(plan, planner, self.allow_pickle, has_gaps=found.admission.world_size > 1)
-            since = None if found.staging is None else found.staging.versions
-            found.save = root.save(found.admission.ticket, state, since=since)
-            if found.staging is not None:
-                found.staging.requested(found.save)
-            found.save.wait("sealed")
+            found.requested(root.save(found.admission.ticket, state, since=found.versions))
         except BaseException as error:
             found.end(error)
             raise

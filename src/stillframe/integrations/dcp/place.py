@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
+
+from torch.distributed.checkpoint.metadata import StorageMeta
 
 from stillframe.errors import ConfigError
 from stillframe.store import files, is_url, root_address
@@ -12,19 +15,28 @@ from stillframe.store import files, is_url, root_address
 PathLike = str | os.PathLike[str]
 
 
+@dataclass(eq=False)
 class Place:
-    """What DCP asks of readers and writers alike."""
+    """What DCP asks of readers and writers alike, and what it takes to make one."""
 
-    def __init__(
-        self, path: PathLike, step: int | None, allow_pickle: bool, storage_options: Mapping[str, Any] | None
-    ) -> None:
-        super().__init__()
-        self.path = root_address(path)
-        self.step, self.allow_pickle, self.storage_options = step, allow_pickle, storage_options
+    path: PathLike
+    _: KW_ONLY
+    step: int | None = None
+    allow_pickle: bool = False
+    storage_options: Mapping[str, Any] | None = field(default=None, repr=False)
+    save_id: str | None = field(default=None, init=False)
+    """Of the last save that was read, or written on this rank."""
+    load_id: str | None = field(default=None, init=False)
 
-    @property
-    def checkpoint_id(self) -> str:
-        return self.path
+    def __post_init__(self) -> None:
+        self.path = self.checkpoint_id = root_address(self.path)
+
+    def reset(self, checkpoint_id: PathLike | None = None) -> None:
+        if checkpoint_id is not None:
+            self.path = self.checkpoint_id = root_address(checkpoint_id)
+
+    def storage_meta(self) -> StorageMeta:
+        return StorageMeta(self.checkpoint_id, self.save_id, self.load_id)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: PathLike) -> bool:
@@ -33,17 +45,10 @@ class Place:
         except ConfigError:
             return False
 
-    def reset(self, checkpoint_id: PathLike | None = None) -> None:
-        if checkpoint_id is not None:
-            self.path = root_address(checkpoint_id)
-
     def refuse_dcps_own(self, advice: str) -> None:
         """Raises :class:`ConfigError` for a directory that DCP's own storage has written to."""
-        if not is_url(self.path) and files.is_taken(os.path.join(self.path, ".metadata")):
+        if not is_url(self.checkpoint_id) and files.is_taken(os.path.join(self.path, ".metadata")):
             raise ConfigError(f"{self.path} holds a checkpoint that DCP itself wrote: {advice}")
-
-    def prepare_local_plan(self, plan: Any) -> Any:
-        return plan
 
 
 def id_of(save: Any) -> str:

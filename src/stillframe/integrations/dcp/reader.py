@@ -5,25 +5,17 @@ from __future__ import annotations
 import dataclasses
 import io
 import uuid
-from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 
 from stillframe.errors import StateError, UnsupportedStateError
-from stillframe.integrations.dcp.place import PathLike, Place, id_of
+from stillframe.integrations.dcp.place import Place, id_of
 from stillframe.integrations.pickled import Opaque, from_leaves
 from stillframe.open_roots import seat
 from stillframe.spi import BoxReader
@@ -41,49 +33,25 @@ class Reader(Place, StorageReader):
     ``storage_options``: of an object store, as for ``Checkpointer``.
     """
 
-    def __init__(
-        self,
-        path: PathLike,
-        *,
-        step: int | None = None,
-        allow_pickle: bool = False,
-        storage_options: Mapping[str, Any] | None = None,
-    ) -> None:
-        super().__init__(path, step, allow_pickle, storage_options)
-        self.load_id: str | None = None
-        self._reader: BoxReader | None = None
-        self._flat: dict[str, Any] = {}
-        self._whole: dict[str, Any] = {}
+    _reader: BoxReader | None = None
 
-    def read_metadata(self) -> Metadata:
+    def read_metadata(self) -> dcp.Metadata:
         self.refuse_dcps_own("read it with FileSystemReader, or convert it once with `stillframe import`")
         if self._reader is not None:
             self._reader.close()
-        self._reader = BoxReader(self.path, self.step, rank=seat()[0], storage_options=self.storage_options)
-        outline = self._reader.outline
-        nested = outline if isinstance(outline, dict) else {"": outline}
+        reader = self._reader = BoxReader(self.path, self.step, rank=seat()[0], storage_options=self.storage_options)
+        nested = reader.outline if isinstance(reader.outline, dict) else {"": reader.outline}
         self._flat, paths = flatten_state_dict(nested)
         self._whole = {str(key): value for key, value in nested.items()}
-        described = Described({name: self._described(value) for name, value in self._flat.items()})
-        described.whole = frozenset(self._whole)
-        self.load_id = uuid.uuid4().hex
-        about = StorageMeta(self.path, save_id=id_of(self._reader.save), load_id=self.load_id)
-        return Metadata(described, planner_data=paths, storage_meta=about, version=CURRENT_DCP_VERSION)
+        described = Described({name: _described(value, reader) for name, value in self._flat.items()}, self._whole)
+        self.load_id, self.save_id = uuid.uuid4().hex, id_of(reader.save)
+        return dcp.Metadata(described, paths, storage_meta=self.storage_meta(), version=CURRENT_DCP_VERSION)
 
-    def _described(self, value: Any) -> TensorStorageMetadata | BytesStorageMetadata:
-        if not isinstance(value, torch.Tensor):
-            return BytesStorageMetadata()
-        assert self._reader is not None
-        self._reader.check_filled(value)  # DCP would leave what is missing as it is
-        chunks = [ChunkStorageMetadata(torch.Size(at), torch.Size(shape)) for at, shape in self._reader.boxes(value)]
-        return TensorStorageMetadata(TensorProperties(dtype=value.dtype), value.shape, chunks)
-
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+    def set_up_storage_reader(self, metadata: dcp.Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         pass
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        assert self._reader is not None
-        return dataclasses.replace(plan, storage_data=id_of(self._reader.save))
+        return dataclasses.replace(plan, storage_data=self.save_id)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         seen = sorted({plan.storage_data for plan in plans})
@@ -93,8 +61,7 @@ class Reader(Place, StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> torch.futures.Future[None]:
         assert self._reader is not None
-        is_flat = getattr(planner, "flatten_state_dict", True)
-        named = self._flat if is_flat else {**self._flat, **self._whole}
+        named = self._flat if getattr(planner, "flatten_state_dict", True) else {**self._flat, **self._whole}
         with self._reader as reader:
             found: list[tuple[ReadItem, Any]] = []
             for item in plan.items:
@@ -133,15 +100,23 @@ class Reader(Place, StorageReader):
         return io.BytesIO(value.data)
 
 
+def _described(value: Any, reader: BoxReader) -> dcp.TensorStorageMetadata | dcp.BytesStorageMetadata:
+    if not isinstance(value, torch.Tensor):
+        return dcp.BytesStorageMetadata()
+    reader.check_filled(value)  # DCP would leave what is missing as it is
+    chunks = [dcp.ChunkStorageMetadata(torch.Size(at), torch.Size(shape)) for at, shape in reader.boxes(value)]
+    return dcp.TensorStorageMetadata(dcp.TensorProperties(dtype=value.dtype), value.shape, chunks)
+
+
 class Described(dict[str, Any]):
     """What each flat name stands for; a top-level key that stands for several of them can be looked up, too."""
 
-    whole: frozenset[str] = frozenset()
+    def __init__(self, flat: dict[str, Any], whole: dict[str, Any]) -> None:
+        super().__init__(flat)
+        self._whole = dict.fromkeys(whole, dcp.BytesStorageMetadata())
 
     def __contains__(self, name: object) -> bool:
-        return super().__contains__(name) or name in self.whole
+        return super().__contains__(name) or name in self._whole
 
-    def __missing__(self, name: str) -> BytesStorageMetadata:
-        if name not in self.whole:
-            raise KeyError(name)
-        return BytesStorageMetadata()
+    def __missing__(self, name: str) -> dcp.BytesStorageMetadata:
+        return self._whole[name]

@@ -2,30 +2,27 @@
 
 from __future__ import annotations
 
-import dataclasses
-import io
 import os
-from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 
 from stillframe import Catalog
 from stillframe.errors import ConfigError, ExistsError, StateError, UnsupportedStateError
-from stillframe.integrations.dcp.place import PathLike, Place, id_of
+from stillframe.integrations.dcp.place import Place, id_of
 from stillframe.integrations.dcp.round import Carried, begin_round, current, end_left_rounds
 from stillframe.integrations.pickled import Opaque, to_leaves
 from stillframe.open_roots import How, admitting, close_root, close_roots
 from stillframe.spi import ELSEWHERE, TensorBox, is_wrapper
 
-_ALLOW = "give Writer(…, allow_pickle=True)"
 
-
+@dataclass(eq=False, kw_only=True)
 class Writer(Place, StorageWriter):
     """Writes to the stillframe root ``path``: each save is its next step, or ``step``.
 
@@ -43,21 +40,9 @@ class Writer(Place, StorageWriter):
     that fails on some rank leaves no trace in the next.
     """
 
-    def __init__(
-        self,
-        path: PathLike,
-        *,
-        step: int | None = None,
-        keep: Any = None,
-        overwrite: bool = True,
-        allow_pickle: bool = False,
-        storage_options: Mapping[str, Any] | None = None,
-    ) -> None:
-        super().__init__(path, step, allow_pickle, storage_options)
-        self.keep, self.overwrite = keep, overwrite
-        self.save_id: str | None = None
-        """Of the last save that this writer has made, on this rank."""
-        self._home = os.getpid()
+    keep: Any = None
+    overwrite: bool = True
+    _home: int = field(default_factory=os.getpid, init=False, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
         """DCP sends it to a process of its own, which is about to save: it finds the root free."""
@@ -70,26 +55,24 @@ class Writer(Place, StorageWriter):
         end_left_rounds()
         close_root(self.path)
 
-    def storage_meta(self) -> StorageMeta:
-        return StorageMeta(checkpoint_id=self.path, save_id=self.save_id)
-
     @property
     def _how(self) -> How:
         return How(keep=self.keep, storage_options=self.storage_options)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        lets_go = self._home != os.getpid()  # a process that DCP has made may be idle for ever
-        begin_round(kwargs.get("rank", 0), self.step, lets_go)
-        if not is_coordinator:  # the last one may have been this rank: then the root is this one's
-            close_roots(lambda each: each.path == self.path and each.is_first and not each.users)
+        begin_round(kwargs.get("rank", 0), self.step, lets_go=self._home != os.getpid())
         if not kwargs.get("use_collectives", True):
             raise ConfigError("use_collectives=False: a stillframe checkpoint is one of all ranks; leave it out")
-        if is_coordinator:
-            self.refuse_dcps_own("give another directory; a reader could not tell which of the two is meant")
-        if is_coordinator and not self.overwrite:
-            newest = Catalog(self.path, storage_options=self.storage_options).latest()
-            if newest is not None:
-                raise ExistsError(f"overwrite=False: {self.path} holds a checkpoint, step {newest}")
+        if not is_coordinator:  # the last one may have been this rank: then the root is this one's
+            close_roots(lambda each: each.path == self.path and each.is_first and not each.users)
+            return
+        self.refuse_dcps_own("give another directory; a reader could not tell which of the two is meant")
+        newest = None if self.overwrite else Catalog(self.path, storage_options=self.storage_options).latest()
+        if newest is not None:
+            raise ExistsError(f"overwrite=False: {self.path} holds a checkpoint, step {newest}")
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """On the coordinator: every rank's plan takes its admission along.
@@ -99,8 +82,8 @@ class Writer(Place, StorageWriter):
         found, count = current.round, len(plans)
         assert found.rank is not None
         first = found.admission = found.using.enter_context(admitting(self.path, count, self._how, step=found.step))
-        carried = [Carried(first.of((rank - found.rank) % count)) for rank in range(count)]
-        return [dataclasses.replace(plan, storage_data=each) for plan, each in zip(plans, carried, strict=True)]
+        ranks = ((rank - found.rank) % count for rank in range(count))
+        return [replace(plan, storage_data=Carried(first.of(rank))) for plan, rank in zip(plans, ranks, strict=True)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
         found = current.round
@@ -111,7 +94,8 @@ class Writer(Place, StorageWriter):
                     "stillframe needs both to tell this save from others"
                 )
             root = found.using.enter_context(found.admission.enter(self.path, self._how))
-            state = _state(plan, planner, self.allow_pickle, has_gaps=found.admission.world_size > 1)
+            advice = None if self.allow_pickle else "give Writer(…, allow_pickle=True)"
+            state = _state(plan, planner, advice, has_gaps=found.admission.world_size > 1)
             found.requested(root.save(found.admission.ticket, state, since=found.versions))
         except BaseException as error:
             found.end(error)
@@ -131,21 +115,22 @@ class Writer(Place, StorageWriter):
         metadata.storage_meta, metadata.version = self.storage_meta(), CURRENT_DCP_VERSION
 
 
-def _state(plan: SavePlan, planner: SavePlanner, allow_pickle: bool, has_gaps: bool) -> dict[str, Any]:
+def _state(plan: SavePlan, planner: SavePlanner, advice: str | None, has_gaps: bool) -> dict[str, Any]:
     """What this rank writes, nested as it was before DCP flattened it.
 
-    ``has_gaps``: other ranks may have items of the same lists.
+    ``advice``: as for :func:`to_leaves`.  ``has_gaps``: other ranks may have items of the same lists.
     """
     items: dict[str, list[WriteItem]] = {}
     for item in plan.items:
-        if not _is_nothing(item):
+        data = item.tensor_data
+        if data is None or 0 not in data.chunk.sizes or 0 in data.size:  # else other ranks have all that there is of it
             items.setdefault(item.index.fqn, []).append(item)
     paths = plan.planner_data if isinstance(plan.planner_data, dict) else {}
     values = []
     for name, found in items.items():
         path = tuple(paths.get(name, (name,)))
         if found[0].type is WriteItemType.BYTE_IO:
-            values.append((path, to_leaves(_value(found[0], planner), None if allow_pickle else _ALLOW, path)))
+            values.append((path, to_leaves(_value(found[0], planner), advice, path)))
         else:
             values.append((path, TensorBox.of([_box(item, planner) for item in found])))
     return dict(_nested(values, has_gaps))
@@ -153,37 +138,30 @@ def _state(plan: SavePlan, planner: SavePlanner, allow_pickle: bool, has_gaps: b
 
 def _nested(values: list[tuple[tuple[Any, ...], Any]], has_gaps: bool, at: tuple[Any, ...] = ()) -> Any:
     """By their paths below ``at``.  Only a list has integer keys: DCP turns all keys of dicts into text."""
+    if [path for path, _ in values] == [()]:
+        return values[0][1]
     below: dict[Any, list[tuple[tuple[Any, ...], Any]]] = {}
     for path, value in values:
-        if path:
-            below.setdefault(path[0], []).append((path[1:], value))
-        elif len(values) == 1:
-            return value
-        else:
+        if not path:
             raise UnsupportedStateError(f"{len(values)} values of DCP's plan have one place in the state dict: {at}")
+        below.setdefault(path[0], []).append((path[1:], value))
     items = {key: _nested(found, has_gaps, (*at, key)) for key, found in below.items()}
     if not items or not all(isinstance(key, int) for key in items):
         return items
     return [items.get(at, ELSEWHERE) for at in range(max(items) + 1 + has_gaps)]
 
 
-def _is_nothing(item: WriteItem) -> bool:
-    """An empty box of a tensor that is not empty: another rank has the rest of it, perhaps as a whole tensor."""
-    data = item.tensor_data
-    return data is not None and 0 in data.chunk.sizes and 0 not in data.size
-
-
 def _box(item: WriteItem, planner: SavePlanner) -> TensorBox:
     """Of a tensor, perhaps all of it: a ShardedTensor may have several on one rank."""
-    tensor = planner.resolve_data(item)
+    tensor, whole = planner.resolve_data(item), item.tensor_data
     assert isinstance(tensor, torch.Tensor)
-    assert item.tensor_data is not None
+    assert whole is not None
     if is_wrapper(tensor):
         raise UnsupportedStateError(
             f"{item.index.fqn!r} is a {type(tensor).__qualname__}, a tensor that wraps others: DCP could not read "
             "it back. Give DCP its inner tensors, or save with a Checkpointer"
         )
-    return TensorBox(tensor.detach(), item.tensor_data.size, item.tensor_data.chunk.offsets)
+    return TensorBox(tensor.detach(), whole.size, whole.chunk.offsets)
 
 
 def _value(item: WriteItem, planner: SavePlanner) -> Any:
@@ -191,6 +169,5 @@ def _value(item: WriteItem, planner: SavePlanner) -> Any:
     own = DefaultSavePlanner.resolve_data, DefaultSavePlanner.transform_object
     if isinstance(planner, DefaultSavePlanner) and (type(planner).resolve_data, type(planner).transform_object) == own:
         return planner.lookup_object(item.index)
-    data = planner.resolve_data(item)
-    assert isinstance(data, io.BytesIO)
+    data: Any = planner.resolve_data(item)
     return Opaque(data.getvalue())

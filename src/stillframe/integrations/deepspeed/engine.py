@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-import stillframe
-from stillframe import spi
+from stillframe import KeepLast, Save, spi
 from stillframe.errors import ConfigError, ExistsError, NotFoundError, StillframeError
 from stillframe.integrations.deepspeed.pointers import FILES, RUN, content_of, read
 from stillframe.integrations.frameworks import SharedRoot, here, save_together
@@ -21,8 +20,6 @@ from stillframe.store import directory_address
 from stillframe.store.files import is_taken, kind_of, replacing
 
 logger = logging.getLogger("stillframe")
-
-_KEY = "datastates_ckpt"
 
 
 class CheckpointEngine:
@@ -35,14 +32,14 @@ class CheckpointEngine:
         size, count, allows = (given[name] for name in known)
         is_right = type(size) in (int, float) and size >= 0 and type(count) is int and count >= 0
         if not is_right or not isinstance(allows, bool) or given.keys() != known.keys():
-            raise ConfigError(f'"{_KEY}": {config!r}: give "host_cache_size" (GiB), "keep_last", "allow_pickle"')
+            raise ConfigError(f'datastates_ckpt: {config!r}: give "host_cache_size" (GiB), "keep_last", "allow_pickle"')
         if getattr(deepspeed_config, "use_node_local_storage", False):
             raise ConfigError('"use_node_local_storage": stillframe needs a save_dir that all ranks see')
-        self._advice = None if allows else f'put "allow_pickle": true into "{_KEY}" of the DeepSpeed config'
+        self._advice = None if allows else 'put "allow_pickle": true into "datastates_ckpt" of the DeepSpeed config'
         arena = f"auto:{int(size * 2**20)}KiB" if size else "auto"
-        self._how = How(arena, stillframe.KeepLast(count) if count else None)
+        self._how = How(arena, KeepLast(count) if count else None)
         self._live = spi.LiveState()
-        self._saves: dict[stillframe.Save, str] = {}
+        self._saves: dict[Save, str] = {}
         """Saves whose end nobody has been told of, each with the directory of its tag."""
         self.drop()
 
@@ -50,14 +47,15 @@ class CheckpointEngine:
         """Forget the checkpoint that was begun."""
         self.info: Any = None
         """What DeepSpeed says of that checkpoint: ``save_dir``, ``tag``, ``save_latest``."""
+        self._directory = ""
         self._files: dict[str, Any] = {}
         self.error: Exception | None = None
         """Why this rank cannot hand over its part of the checkpoint that was begun."""
 
     def create(self, info: Any) -> None:
         """A checkpoint begins: DeepSpeed will hand over the files of this rank, perhaps none."""
-        directory_address(info.save_dir)
-        self.info, self._files = info, {}
+        root = directory_address(info.save_dir)
+        self.info, self._directory, self._files = info, os.path.abspath(os.path.join(root, info.tag)), {}
 
     def save(self, state_dict: Any, path: str) -> None:
         """Take a file of the tag that was begun; write any other (of ``save_16bit_model``) with ``torch.save``."""
@@ -68,11 +66,7 @@ class CheckpointEngine:
                 torch.save(state_dict, partial)
 
     def is_of_tag(self, directory: str) -> bool:
-        return self.info is not None and os.path.abspath(directory) == self._directory()
-
-    def _directory(self) -> str:
-        directory: str = os.path.abspath(os.path.join(self.info.save_dir, self.info.tag))
-        return directory
+        return os.path.abspath(directory) == self._directory
 
     def finish(self) -> None:
         """Every rank has handed over everything: request the save.  The tag takes the place of one of the same name.
@@ -80,7 +74,7 @@ class CheckpointEngine:
         Raises, on every rank if on one: the error of a save before; :class:`ExistsError`; :class:`ConfigError`;
         :class:`UnsupportedStateError`.
         """
-        info, files, error, directory = self.info, self._files, self.error, self._directory()
+        info, files, error, directory = self.info, self._files, self.error, self._directory
         self.drop()
 
         def begin() -> int:

@@ -10,7 +10,6 @@ no hook in these, and no second copy of the data; but it needs stillframe, and t
 from __future__ import annotations
 
 import functools
-import inspect
 import io
 import os
 from pathlib import Path
@@ -21,6 +20,7 @@ import torch
 from stillframe import spi
 from stillframe.errors import FormatError, NotFoundError
 from stillframe.integrations.pickled import from_leaves, register_deepspeed_types, unpickled
+from stillframe.state.torch_internals import call_of_load
 from stillframe.store import directory_address, files
 
 FILES, RUN = "files", "run"
@@ -39,17 +39,14 @@ def content() -> Any:
 
     The file cannot hold its own path, since a root may be moved.  So the path is taken from the call of ``torch.load``.
     """
-    frame = inspect.currentframe()
-    while frame and (frame.f_code.co_name, frame.f_globals.get("__name__")) != ("load", "torch.serialization"):
-        frame = frame.f_back
-    file = frame.f_locals["f"] if frame else None
+    file, map_location = call_of_load() or (None, None)
     path = file if isinstance(file, str | os.PathLike) else getattr(file, "name", None)
-    if frame is None or not isinstance(path, str | os.PathLike) or not (file is path or files.is_open_at(file, path)):
+    if not isinstance(path, str | os.PathLike) or not (file is path or files.is_open_at(file, path)):
         raise FormatError(
             "this file belongs to a checkpoint of stillframe, which cannot tell where it is: give torch.load its path, "
             "or write DeepSpeed's own files with stillframe.integrations.deepspeed.export(save_dir, tag, to)"
         )
-    return read(os.fspath(path), frame.f_locals["map_location"], None)  # it is unpickling already
+    return read(os.fspath(path), map_location, None)  # it is unpickling already
 
 
 @functools.cache

@@ -12,7 +12,7 @@ import copyreg
 import functools
 import threading
 import weakref
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from typing import Any, NamedTuple
 
 from torch.distributed.checkpoint.api import CheckpointException
@@ -109,8 +109,9 @@ class Staging(Round, Future[dict[str, Any]]):
 
     def end(self, error: BaseException | None = None) -> None:
         self._release()
-        if error is not None and not super().done():
-            self.set_exception(error)
+        if error is not None:
+            with contextlib.suppress(InvalidStateError):  # it is copied, or another thread has said so
+                self.set_exception(error)
         super().end(error)
 
     def ended(self) -> None:

@@ -1,4 +1,4 @@
-"""A loopback proxy before a real S3 server: passes on, or does to some requests what networks and servers do."""
+"""A loopback proxy before a server of objects: passes on, or does to some requests what networks and servers do."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import BinaryIO
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 _PIECE = 64 * 1024
 _ANSWER_S = 120.0
+_CONDITIONS = {"if-none-match": "*", "x-goog-if-generation-match": "0"}
+"""That an object be new, as S3 and as Google have it."""
 _REASONS = {403: "Forbidden", 404: "Not Found", 503: "Service Unavailable", 507: "Insufficient Storage"}
 
 
@@ -27,7 +29,7 @@ class Fault:
     only: str = ""
     """Those whose path has this in it."""
     conditional: bool = False
-    """Those with a condition (``If-None-Match: *``)."""
+    """Those with a condition that the object be new."""
     times: int = 1_000_000
     """The first so many."""
     status: int = 0
@@ -40,9 +42,9 @@ class Fault:
     cut_answer: int | None = None
     """… or of the server's answer; 0: it has done it, and nobody hears of it."""
     drops_condition: bool = False
-    """The server gets the request without its condition, signed."""
+    """The server gets the request without its condition; of S3, signed."""
     shift_s: float = 0.0
-    """The server gets it as if the client's clock were so far ahead, signed."""
+    """The server of S3 gets it as if the client's clock were so far ahead, signed."""
     met: int = field(default=0, init=False)
     """Requests that it was done to."""
 
@@ -58,6 +60,10 @@ class Request:
     @property
     def size(self) -> int:
         return int(self.headers.get("content-length", 0))
+
+    @property
+    def is_conditional(self) -> bool:
+        return any(self.headers.get(name) == value for name, value in _CONDITIONS.items())
 
     def head(self) -> bytes:
         lines = [f"{self.method} {self.target} HTTP/1.1", *(f"{name}: {value}" for name, value in self.headers.items())]
@@ -86,13 +92,15 @@ class Proxy:
     """``options``: those of the server; :attr:`options` lead through the proxy.  Thread: safe from any."""
 
     def __init__(self, options: dict[str, str]) -> None:
-        server = urlsplit(options["endpoint"])
+        place = "endpoint" if "endpoint" in options else "base_url"
+        server = urlsplit(options[place])
         assert server.hostname is not None
         assert server.port is not None
         self._server = server.hostname, server.port
-        self._keys = options["access_key_id"], options["secret_access_key"], options["region"]
+        is_signed = "secret_access_key" in options
+        self._keys = (options["access_key_id"], options["secret_access_key"], options["region"]) if is_signed else None
         self._listener = socket.create_server(("127.0.0.1", 0))
-        self.options = {**options, "endpoint": f"http://127.0.0.1:{self._listener.getsockname()[1]}"}
+        self.options = {**options, place: f"http://127.0.0.1:{self._listener.getsockname()[1]}"}
         self._lock = threading.Lock()
         self._fault: Fault | None = None
         self._is_over = threading.Event()
@@ -123,8 +131,8 @@ class Proxy:
             is_meant = (
                 fault is not None
                 and request.method in fault.methods.split()
-                and fault.only in request.target
-                and (not fault.conditional or request.headers.get("if-none-match") == "*")
+                and fault.only in unquote(request.target)
+                and (not fault.conditional or request.is_conditional)
                 and fault.met < fault.times
             )
             if fault is None or not is_meant:
@@ -161,8 +169,9 @@ class Proxy:
         """One request for each connection: the server ends it, and says so."""
         request.headers["connection"] = "close"
         if fault.drops_condition:
-            request.headers.pop("if-none-match", None)
-        if fault.drops_condition or fault.shift_s:
+            for name in _CONDITIONS:
+                request.headers.pop(name, None)
+        if self._keys is not None and (fault.drops_condition or fault.shift_s):
             request.sign(*self._keys, time.time() + fault.shift_s)
         with socket.create_connection(self._server, timeout=_ANSWER_S) as server:
             server.sendall(request.head())

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
 import shutil
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -16,11 +19,13 @@ import torch
 from obstore.store import from_url
 
 import stillframe
-from stillframe import Catalog, Checkpointer, KeepLast
+from stillframe import Catalog, Checkpointer, KeepLast, Tier
+from stillframe.checkpoint.verify import verify
 from stillframe.store.objects import open_objects
 from stillframe.testing.store_contract import Clients, check_store
 from tests.support import until
 
+SOURCE = Path(__file__).parents[2]
 ITEMS = 9_000_000
 PLACE = "stillframe"
 """The bucket, or container, that there is."""
@@ -30,6 +35,10 @@ class Server(Protocol):
     @property
     def options(self) -> dict[str, str]:
         """For ``storage_options=``."""
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The same for programs."""
 
     def start(self) -> None: ...
 
@@ -79,6 +88,32 @@ def keys(server: Server, url: str) -> list[str]:
     return sorted(each["path"].removeprefix(f"{prefix}/") for page in obstore.list(store, prefix) for each in page)
 
 
+def check_whole(server: Server, url: str, since: int = 0) -> list[int]:
+    """Every checkpoint there, by every byte (of the steps from ``since`` on), past the proxy; gives their steps."""
+    catalog = Catalog(url, storage_options=server.options)
+    found = [*catalog.committed()]
+    for each in found:
+        if each.step >= since:
+            with catalog.open_save(each) as checkpoint:
+                assert verify(checkpoint).is_whole, each
+    return sorted(each.step for each in found)
+
+
+def left_over(server: Server, url: str) -> list[str]:
+    """Objects of saves that are none, parts that no index names, probes.  A tombstone stays for a day."""
+    there = keys(server, url)
+    committed = {key.partition("/")[0] for key in there if key.endswith("/manifest.json")}
+    found = [key for key in there if "probe" in key]
+    nonces: dict[str, set[str]] = {}
+    for key in there:
+        directory, _, name = key.partition("/")
+        if directory.startswith("step-") and directory not in committed and name != "aside.json":
+            found.append(key)
+        elif ".parts/" in name:
+            nonces.setdefault(directory, set()).add(name.split(".")[2])
+    return [*found, *(directory for directory, seen in nonces.items() if len(seen) > 1)]
+
+
 # --- what holds for each ------------------------------------------------------------------------
 
 
@@ -118,3 +153,59 @@ def check_stranger(url: str, options: Mapping[str, str]) -> None:
     open_objects(url, options).put("step-000000000001-e0001-1/manifest.json", b"\xff" * 100)
     with pytest.raises(stillframe.StillframeError, match=f"{url}/step-"):
         stillframe.load(url, 1, storage_options=options)
+
+
+_TRAINEE = """
+import sys, torch
+from stillframe import Checkpointer
+state = {"w": torch.zeros(%d), "n": 0}
+checkpointer = Checkpointer(sys.argv[1])
+begin = checkpointer.restore(state).next_step or 1
+for step in range(begin, 1000):
+    checkpointer.fence()
+    state["w"].fill_(step)
+    state["n"] = step
+    save = checkpointer.save(step, state)
+    save.wait("staged")
+    print(step, flush=True)
+"""
+
+
+def check_killed_trainer(server: Server, url: str) -> None:
+    """Nothing that was staged is lost."""
+    environment = {**os.environ, **server.environment, "PYTHONPATH": str(SOURCE / "src")}
+    for _ in range(2):
+        with subprocess.Popen(
+            [sys.executable, "-c", _TRAINEE % ITEMS, url], stdout=subprocess.PIPE, text=True, env=environment
+        ) as trainee:
+            assert trainee.stdout is not None
+            staged = [int(trainee.stdout.readline()) for _ in range(3)][-1]
+            trainee.kill()
+        state: dict[str, Any] = {"w": torch.zeros(ITEMS), "n": 0}
+        catalog = Catalog(url, storage_options=server.options)
+        until(lambda: (catalog.latest() or 0) >= staged, "the keeper commits", timeout_s=60)  # noqa: B023
+        report = stillframe.restore(url, state, storage_options=server.options)
+        assert report.step is not None
+        assert report.step >= staged
+        assert state["n"] == report.step
+        assert bool((state["w"] == report.step).all())
+
+
+def check_lost_root(server: Server, url: str, root: Path) -> None:
+    """It comes back from the tier, where retention has kept what it should."""
+    tier = Tier(url, every=2, keep=KeepLast(2), storage_options=server.options)
+    with Checkpointer(root, keep=KeepLast(1), tiers=[tier]) as checkpointer:
+        for step in range(1, 7):
+            checkpointer.save(step, small(step)).wait()
+            checkpointer.wait(tier=url, timeout_s=60)
+    catalog = Catalog(url, storage_options=server.options)
+    until(lambda: catalog.steps() == [4, 6], "retention there")
+    shutil.rmtree(root)
+    live = small(-1)
+    with Checkpointer(root, keep=KeepLast(1), tiers=[tier]) as checkpointer:
+        report = checkpointer.restore(live)
+        assert (report.step, report.source) == (6, url)
+        assert is_right(live, 6)
+        checkpointer.save(8, small(8)).wait(tier=tier, timeout_s=60)
+    steps = {each.split("/")[0] for each in keys(server, url) if each.startswith("step-") and "parts/" in each}
+    assert steps == {"step-000000000006-e0001-1", "step-000000000008-e0002-1"}

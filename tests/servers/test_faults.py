@@ -20,10 +20,9 @@ import torch
 
 import stillframe
 from stillframe import BusyError, Catalog, Checkpointer, StorageError, Tier
-from stillframe.checkpoint.verify import verify
 from tests.servers.ceph import SECRET, Ceph
 from tests.servers.proxy import Fault, Proxy
-from tests.servers.shared import PLACE, keys, new_url
+from tests.servers.shared import PLACE, check_whole, keys, left_over, new_url
 from tests.support import until
 
 pytestmark = pytest.mark.timeout(240)
@@ -49,32 +48,6 @@ def proxy(server: Ceph) -> Iterator[Proxy]:
 
 def state(step: int) -> dict[str, Any]:
     return {"w": torch.full((500_000,), float(step)), "step": step}
-
-
-def check_whole(server: Ceph, url: str, since: int = 0) -> list[int]:
-    """Every checkpoint there, by every byte (of the steps from ``since`` on), past the proxy; gives their steps."""
-    catalog = Catalog(url, storage_options=server.options)
-    found = [*catalog.committed()]
-    for each in found:
-        if each.step >= since:
-            with catalog.open_save(each) as checkpoint:
-                assert verify(checkpoint).is_whole, each
-    return sorted(each.step for each in found)
-
-
-def left_over(server: Ceph, url: str) -> list[str]:
-    """Objects of saves that are none, parts that no index names, probes.  A tombstone stays for a day."""
-    there = keys(server, url)
-    committed = {key.partition("/")[0] for key in there if key.endswith("/manifest.json")}
-    found = [key for key in there if "probe" in key]
-    nonces: dict[str, set[str]] = {}
-    for key in there:
-        directory, _, name = key.partition("/")
-        if directory.startswith("step-") and directory not in committed and name != "aside.json":
-            found.append(key)
-        elif ".parts/" in name:
-            nonces.setdefault(directory, set()).add(name.split(".")[2])
-    return [*found, *(directory for directory, seen in nonces.items() if len(seen) > 1)]
 
 
 def restored(url: str, options: dict[str, Any]) -> int | None:

@@ -1,4 +1,4 @@
-"""Kills at random moments of promotions to a real S3 server: what was reported stays whole, nothing is left over."""
+"""Kills at random moments of promotions to an object store: what was reported stays whole, nothing is left over."""
 
 from __future__ import annotations
 
@@ -18,10 +18,9 @@ import stillframe
 from stillframe import Catalog, Checkpointer, IntegrityError, KeepLast, NotFoundError, Tier
 from stillframe.checkpoint.verify import verify
 from tests.servers.ceph import Ceph
-from tests.servers.shared import is_right, keys, new_url, small
+from tests.servers.shared import SOURCE, Server, is_right, keys, new_url, small
 
 pytestmark = pytest.mark.timeout(240)
-SOURCE = Path(__file__).parents[2]
 TIERED = """
 import sys, torch
 from stillframe import Checkpointer, KeeperError, KeepLast, Tier, spi
@@ -57,11 +56,11 @@ def check_whole(catalog: Catalog) -> None:
         assert is_whole or not catalog.is_committed(save), save
 
 
-def torment(ceph: Ceph, url: str, root: Path, rounds: int, seed: int) -> None:
+def torment(server: Server, url: str, root: Path, rounds: int, seed: int) -> None:
     """Kill trainer, keeper, or both, at random moments of promotions; nothing that was reported is lost."""
     rng = random.Random(seed)
-    environment = {**os.environ, **ceph.environment, "PYTHONPATH": str(SOURCE / "src")}
-    catalog = Catalog(url, storage_options=ceph.options)
+    environment = {**os.environ, **server.environment, "PYTHONPATH": str(SOURCE / "src")}
+    catalog = Catalog(url, storage_options=server.options)
     committed = carried = 0
     killed = Counter[str]()
     for number in range(rounds):
@@ -87,7 +86,7 @@ def torment(ceph: Ceph, url: str, root: Path, rounds: int, seed: int) -> None:
         assert (catalog.latest() or 0) >= carried
     sys.stdout.write(f"seed {seed}: {dict(killed)}; step {committed} in the root, {carried} in the tier\n")
     live = small(-1, CHUNKS)
-    tier = Tier(url, every=2, keep=KeepLast(1), storage_options=ceph.options)
+    tier = Tier(url, every=2, keep=KeepLast(1), storage_options=server.options)
     with Checkpointer(root, keep=KeepLast(2), tiers=[tier]) as checkpointer:
         found = checkpointer.restore(live).step
         assert found is not None
@@ -96,9 +95,9 @@ def torment(ceph: Ceph, url: str, root: Path, rounds: int, seed: int) -> None:
         last = found + 2 - found % 2
         checkpointer.save(last, small(last, CHUNKS)).wait(tier=tier, timeout_s=120)
     live = small(-1, CHUNKS)
-    assert stillframe.restore(url, live, storage_options=ceph.options).step == last
+    assert stillframe.restore(url, live, storage_options=server.options).step == last
     assert is_right(live, last)
-    objects = [each for each in keys(ceph, url) if each.startswith("step-")]
+    objects = [each for each in keys(server, url) if each.startswith("step-")]
     # A killed keeper's tombstone, with what is beside it, is left alone for a day: it might only be paused.
     tombstones = {each.split("/")[0] for each in objects if each.endswith("/aside.json")}
     files = [each for each in objects if each.split("/")[0] not in tombstones]

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import signal
-import subprocess
-import sys
 import threading
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -30,6 +26,8 @@ from tests.servers.ceph import Ceph
 from tests.servers.shared import (
     ITEMS,
     check_contract,
+    check_killed_trainer,
+    check_lost_root,
     check_resumes,
     check_stranger,
     is_right,
@@ -41,7 +39,6 @@ from tests.servers.shared import (
 from tests.support import until
 
 pytestmark = pytest.mark.timeout(240)
-SOURCE = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -60,39 +57,8 @@ def test_a_run_is_saved_pruned_and_resumed_bit_for_bit(ceph: Ceph, url: str) -> 
     assert len([each for each in there if each.startswith("step-000000000004") and "parts/" in each]) == 4, there
 
 
-TRAINEE = """
-import sys, torch
-from stillframe import Checkpointer
-state = {"w": torch.zeros(%d), "n": 0}
-checkpointer = Checkpointer(sys.argv[1])
-begin = checkpointer.restore(state).next_step or 1
-for step in range(begin, 1000):
-    checkpointer.fence()
-    state["w"].fill_(step)
-    state["n"] = step
-    save = checkpointer.save(step, state)
-    save.wait("staged")
-    print(step, flush=True)
-"""
-
-
 def test_a_killed_trainer_loses_nothing_that_was_staged(ceph: Ceph, url: str) -> None:
-    environment = {**os.environ, **ceph.environment, "PYTHONPATH": str(SOURCE / "src")}
-    for _ in range(2):
-        with subprocess.Popen(
-            [sys.executable, "-c", TRAINEE % ITEMS, url], stdout=subprocess.PIPE, text=True, env=environment
-        ) as trainee:
-            assert trainee.stdout is not None
-            staged = [int(trainee.stdout.readline()) for _ in range(3)][-1]
-            trainee.kill()
-        state: dict[str, Any] = {"w": torch.zeros(ITEMS), "n": 0}
-        catalog = Catalog(url, storage_options=ceph.options)
-        until(lambda: (catalog.latest() or 0) >= staged, "the keeper commits", timeout_s=60)  # noqa: B023
-        report = stillframe.restore(url, state, storage_options=ceph.options)
-        assert report.step is not None
-        assert report.step >= staged
-        assert state["n"] == report.step
-        assert bool((state["w"] == report.step).all())
+    check_killed_trainer(ceph, url)
 
 
 def test_a_killed_keeper_leaves_the_checkpoint_before_and_the_next_save_works(ceph: Ceph, url: str) -> None:
@@ -251,22 +217,7 @@ def test_a_stranger_is_an_error_and_no_crash(ceph: Ceph, url: str) -> None:
 
 
 def test_a_lost_root_comes_back_from_it(ceph: Ceph, url: str, tmp_path: Path) -> None:
-    tier = Tier(url, every=2, keep=KeepLast(2), storage_options=ceph.options)
-    with Checkpointer(tmp_path / "root", keep=KeepLast(1), tiers=[tier]) as checkpointer:
-        for step in range(1, 7):
-            checkpointer.save(step, small(step)).wait()
-            checkpointer.wait(tier=url, timeout_s=60)
-    catalog = Catalog(url, storage_options=ceph.options)
-    until(lambda: catalog.steps() == [4, 6], "retention there")
-    shutil.rmtree(tmp_path / "root")
-    live = small(-1)
-    with Checkpointer(tmp_path / "root", keep=KeepLast(1), tiers=[tier]) as checkpointer:
-        report = checkpointer.restore(live)
-        assert (report.step, report.source) == (6, url)
-        assert is_right(live, 6)
-        checkpointer.save(8, small(8)).wait(tier=tier, timeout_s=60)
-    steps = {each.split("/")[0] for each in keys(ceph, url) if each.startswith("step-") and "parts/" in each}
-    assert steps == {"step-000000000006-e0001-1", "step-000000000008-e0002-1"}
+    check_lost_root(ceph, url, tmp_path / "root")
 
 
 def test_as_a_tier_a_server_that_goes_away_costs_nothing_but_age(ceph: Ceph, url: str, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ import stillframe
 from stillframe import Catalog, Checkpointer, IntegrityError, KeepLast, NotFoundError, Tier
 from stillframe.checkpoint.verify import verify
 from tests.servers.ceph import Ceph
+from tests.servers.gcs import Gcs
 from tests.servers.shared import SOURCE, Server, is_right, keys, new_url, small
 
 pytestmark = pytest.mark.timeout(240)
@@ -107,6 +108,10 @@ def torment(server: Server, url: str, root: Path, rounds: int, seed: int) -> Non
 
 def test_kills_at_any_moment_of_a_promotion_lose_nothing(ceph: Ceph, tmp_path: Path) -> None:
     torment(ceph, new_url("s3"), tmp_path / "root", rounds=5, seed=2)
+
+
+def test_kills_at_any_moment_of_a_promotion_to_google_lose_nothing(gcs: Gcs, tmp_path: Path) -> None:
+    torment(gcs, new_url("gs"), tmp_path / "root", rounds=3, seed=2)
 
 
 @pytest.mark.torture

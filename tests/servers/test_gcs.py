@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -178,6 +179,28 @@ def test_what_passes_costs_time_alone(gcs: Gcs, url: str, proxy: Proxy) -> None:
         assert fault.met == fault.times, fault
     assert check_whole(gcs, url) == [*range(1, len(passing) + 1)]
     assert not left_over(gcs, url)
+
+
+@pytest.mark.parametrize("fault", [Fault(cut_answer=0), Fault(cut_request=0), Fault(hangs=True)])
+def test_a_removal_that_nobody_hears_of_is_repeated(gcs: Gcs, url: str, proxy: Proxy, fault: Fault) -> None:
+    store = open_objects(url, {**proxy.options, "timeout": "1s", "retry_timeout": 20})
+    names = [f"d/{number}" for number in range(4)]
+    for name in names:
+        store.put(name, b"1")
+    with proxy.doing(replace(fault, methods="DELETE", times=2)) as met:
+        store.delete(names)
+    assert met.met == 2
+    assert keys(gcs, url) == []
+
+
+def test_a_removal_is_given_up_in_time(gcs: Gcs, url: str, proxy: Proxy) -> None:
+    store = open_objects(url, {**proxy.options, "timeout": "1s", "retry_timeout": 1})
+    store.put("a", b"1")
+    with (
+        proxy.doing(Fault(methods="DELETE", cut_answer=0)),
+        pytest.raises(StorageError, match=r"removing .*does not answer"),
+    ):
+        store.delete(["a"])
 
 
 def test_an_answer_that_it_comes_too_often_is_waited_for(gcs: Gcs, url: str) -> None:

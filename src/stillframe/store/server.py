@@ -171,32 +171,21 @@ class Server:
         """Whether it was free.  ``False`` may be the answer to a request of this very call that was repeated."""
         from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
 
-        began, conflicts, pause_s = time.monotonic(), 0, _CONFLICT_S
-        wait = Wait(self._whom, self._again_s)
-        while True:
+        for turn in range(_CONFLICTS):
             try:
-                self._try(
+                self._until_answered(
                     "writing",
                     path,
                     lambda: self._obstore.put(self._backend, path, data, mode="create", attributes=attributes),
-                    (BaseError,),
                 )
                 return True
             except AlreadyExistsError:
                 return False
             except PreconditionError:  # of several who come at the same time a server may refuse all, once
-                conflicts += 1
-                if conflicts == _CONFLICTS:
-                    raise StorageError(
-                        f"writing {self._url}/{path}: other clients keep writing the same object"
-                    ) from None
-            except BaseError as error:  # of what has a condition, obstore repeats nothing that may have been done
-                if not is_unanswered(error) or time.monotonic() - began > self._again_s:
-                    raise trouble(f"writing {self._url}/{path}", error, self._url) from None
-            if _is_main():
-                wait.turn()
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+                time.sleep(min(_CONFLICT_S * 2**turn, _LONGEST_PAUSE_S))
+            except BaseError as error:
+                raise trouble(f"writing {self._url}/{path}", error, self._url) from None
+        raise StorageError(f"writing {self._url}/{path}: other clients keep writing the same object")
 
     def get(
         self, path: str, start: int = 0, end: int | None = None, unless: str = "", limit: int | None = None
@@ -298,16 +287,45 @@ class Server:
         if not paths:
             return
         try:
-            self._try("removing", paths[0], lambda: self._obstore.delete(self._backend, [*paths]))
+            self._remove(paths)
         except Missing:  # some servers remove one by one, and then it ended there
 
             def remove(path: str) -> None:
                 with contextlib.suppress(Missing):
-                    self._try("removing", path, lambda: self._obstore.delete(self._backend, path))
+                    self._remove([path])
 
             with ThreadPoolExecutor(min(_AT_ONCE, len(paths)), "stillframe-remove") as pool:
                 for _ in pool.map(remove, paths):
                     pass
+
+    def _remove(self, paths: Sequence[str]) -> None:
+        from obstore.exceptions import BaseError
+
+        try:
+            self._until_answered("removing", paths[0], lambda: self._obstore.delete(self._backend, [*paths]))
+        except BaseError as error:
+            raise trouble(f"removing {self._url}/{paths[0]}", error, self._url) from None
+
+    def _until_answered(self, verb: str, path: str, work: Callable[[], object]) -> None:
+        """What obstore does not repeat, because it may have been done, and what may be done twice.
+
+        Also raises obstore's errors.
+        """
+        from obstore.exceptions import BaseError
+
+        began, pause_s = time.monotonic(), _CONFLICT_S
+        wait = Wait(self._whom, self._again_s)
+        while True:
+            try:
+                self._try(verb, path, work, (BaseError,))
+                return
+            except BaseError as error:
+                if not is_unanswered(error) or time.monotonic() - began > self._again_s:
+                    raise
+            if _is_main():
+                wait.turn()
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     def _try(
         self,

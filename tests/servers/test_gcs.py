@@ -21,9 +21,10 @@ import stillframe
 from stillframe import Catalog, Checkpointer, KeepLast, NotFoundError, StorageError, Tier
 from stillframe.store.objects import open_objects
 from tests.cli.roots import stillframe as cli
-from tests.servers.gcs import TOKEN, Gcs
+from tests.servers.gcs import TOKEN, Gcs, Object
 from tests.servers.proxy import Fault, Proxy
 from tests.servers.shared import (
+    PLACE,
     check_contract,
     check_killed_trainer,
     check_lost_root,
@@ -86,6 +87,21 @@ def test_a_listing_has_as_many_pages_as_it_takes(gcs: Gcs, url: str) -> None:
     assert sorted(store.list("d")) == sorted([*names, *(f"{name}-below/" for name in names)])
     assert [*store.list("d/07-below")] == ["x/"]
     assert [*store.list()] == ["d/"]
+
+
+def test_what_a_console_makes_to_show_an_empty_directory_is_no_object(gcs: Gcs, url: str) -> None:
+    _, _, above = url.rpartition("/")
+    for name in (f"{above}/", f"{above}/run/"):
+        gcs.buckets[PLACE][name] = Object()
+    store = open_objects(url, gcs.options)
+    assert [*store.list()] == ["run/"]
+    assert [*store.list("run")] == []
+    with pytest.raises(NotFoundError):
+        stillframe.load(url, storage_options=gcs.options)
+    with Checkpointer(url, storage_options=gcs.options, keep=KeepLast(1)) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, small(step)).wait(timeout_s=60)
+    assert check_whole(gcs, url) == [2]
 
 
 def test_a_run_is_saved_pruned_and_resumed_bit_for_bit(gcs: Gcs, url: str) -> None:

@@ -275,7 +275,9 @@ class Server:
     def list(self, prefix: str) -> tuple[dict[str, int], Sequence[str]]:
         """(objects directly below, with their sizes; directories); by their last names."""
         found = self._try("listing", prefix, lambda: self._obstore.list_with_delimiter(self._backend, prefix or None))
-        return {_last(each["path"]): each["size"] for each in found["objects"]}, [*map(_last, found["common_prefixes"])]
+        # Consoles make an object "a/" to show an empty directory; here its name is that of the directory.
+        objects = {_last(each["path"]): each["size"] for each in found["objects"] if each["path"] != prefix}
+        return objects, [*map(_last, found["common_prefixes"])]
 
     def list_below(self, prefix: str) -> Sequence[str]:
         """The paths of all objects below, however deep."""

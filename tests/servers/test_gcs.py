@@ -219,6 +219,20 @@ def test_a_removal_is_given_up_in_time(gcs: Gcs, url: str, proxy: Proxy) -> None
         store.delete(["a"])
 
 
+def test_no_object_is_replaced_more_often_than_google_allows(gcs: Gcs, url: str) -> None:
+    """It writes each once a second."""
+    before, gcs.replace_s = gcs.slowed, 1.0
+    try:
+        with Checkpointer(url, storage_options=gcs.options, keep=KeepLast(2)) as checkpointer:
+            for step in range(1, 9):
+                checkpointer.fence()
+                checkpointer.save(step, small(step)).wait(timeout_s=60)
+    finally:
+        gcs.replace_s = 0.0
+    assert gcs.slowed == before
+    assert check_whole(gcs, url) == [7, 8]
+
+
 def test_an_answer_that_it_comes_too_often_is_waited_for(gcs: Gcs, url: str) -> None:
     store = open_objects(url, gcs.options)
     before, gcs.replace_s = gcs.slowed, 0.5

@@ -69,9 +69,11 @@ def is_newest(catalog: Catalog, epoch: int) -> bool:
     """Whether no later epoch has been claimed.  Raises :class:`StorageError`.
 
     First puts a file of its own beside the claims: a network file system may answer from its cache what a client lists
-    in a directory that this client has not changed.
+    in a directory that this client has not changed.  An object store does not, and may refuse to have one object
+    written more than once a second.
     """
-    catalog.store.put(names.seen(epoch), b"", durable=False)
+    if not catalog.store.caps.lists_fresh:
+        catalog.store.put(names.seen(epoch), b"", durable=False)
     return max(catalog.epochs(), default=0) <= epoch
 
 

@@ -102,7 +102,7 @@ class ObjectStore:
 
     @property
     def caps(self) -> Capabilities:
-        return Capabilities(lands_late=True)
+        return Capabilities(lands_late=True, lists_fresh=True)
 
     def where(self, key: str = "") -> str:
         return f"{self._url}/{key}" if key else self._url

@@ -45,6 +45,8 @@ class Capabilities:
     """Block-aligned buffers go straight to the device."""
     lands_late: bool = False
     """An operation that raised may still happen."""
+    lists_fresh: bool = False
+    """No client's listing comes from a cache of its own."""
     is_memory: bool = False
     is_on_this_node: bool = False
     """No other node writes to it."""

@@ -5,6 +5,7 @@ What it stands in for, and what was never tried, is said in :mod:`tests.servers.
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ import pytest
 import torch
 
 import stillframe
-from stillframe import Catalog, Checkpointer, KeepLast, NotFoundError, StorageError, Tier
+from stillframe import Catalog, Checkpointer, ConfigError, KeepLast, NotFoundError, StorageError, Tier
 from stillframe.store.objects import open_objects
 from tests.cli.roots import stillframe as cli
 from tests.servers.gcs import TOKEN, Gcs, Object
@@ -164,6 +165,38 @@ def test_what_is_wrong_is_said_and_never_taken_for_an_empty_root(gcs: Gcs, url: 
             open_objects(root, options).server.delete(["a"])
     with pytest.raises(NotFoundError):
         stillframe.load(url, storage_options=gcs.options)
+
+
+def test_a_file_of_credentials_is_used_or_it_is_said_why_not(
+    gcs: Gcs, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "key.json"
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(file))
+    for text in (None, "{", '{"type": "external_account"}'):
+        if text is not None:
+            file.write_text(text)
+        with pytest.raises(ConfigError, match=r"service account file.*; give the file of a service account's key, or"):
+            Catalog(url)
+    monkeypatch.delenv("GOOGLE_APPLICATION_CREDENTIALS")
+    key = {"gcs_base_url": gcs.options["base_url"], "disable_oauth": True, "private_key_id": ""}
+    file.write_text(json.dumps({**key, "private_key": "", "client_email": ""}))
+    monkeypatch.setenv("GOOGLE_SERVICE_ACCOUNT", str(file))
+    with pytest.raises(StorageError, match=rf"http://{gcs.host} is refused: a server without TLS .*allow_http=True"):
+        Catalog(url).steps()
+    with pytest.raises(StorageError, match="AuthenticationRequired"):
+        Catalog(url, storage_options={"allow_http": True}).steps()
+
+
+def test_a_server_that_ignores_the_condition_is_refused_by_name(gcs: Gcs, url: str, proxy: Proxy) -> None:
+    with Checkpointer(url, storage_options={**proxy.options, **HASTY}, on_error="warn") as checkpointer:
+        with (
+            proxy.doing(Fault(conditional=True, drops_condition=True)),
+            pytest.raises(StorageError, match=rf"{url} ignores .*\(x-goog-if-generation-match: 0\).* honours it"),
+        ):
+            checkpointer.save(1, small(1)).wait(timeout_s=30)
+        assert keys(gcs, url) == []
+        checkpointer.save(2, small(2)).wait(timeout_s=30)
+    assert check_whole(gcs, url) == [2]
 
 
 # --- a server in trouble -----------------------------------------------------------------------

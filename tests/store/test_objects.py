@@ -509,9 +509,18 @@ def test_a_server_without_tls_is_used_if_it_was_named(
 def test_the_xml_of_a_server_is_not_told_but_its_code(xml: str) -> None:
     options = {"skip_signature": True, "account_name": "me"}
     with answering(400, xml, []) as endpoint, pytest.raises(StorageError) as caught:
-        open_store("az://container/x", {**options, "endpoint": endpoint}).read("a", 0, memoryview(bytearray(1)))
+        open_store("az://container/x", {**options, "endpoint": endpoint}).read("416", 0, memoryview(bytearray(1)))
     assert "400 Bad Request (Odd)" in str(caught.value)
     assert "xml" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "text", ["<!DOCTYPE html>\n<html><title>502</title>", "<HTML>Bad gateway", '{\n"error": {"code": 502}}']
+)
+def test_of_a_page_for_browsers_or_programs_nothing_is_told(text: str) -> None:
+    about = "answer is 502 Bad Gateway(, asked .*)?; it is overloaded, or down$"
+    with answering(502, text, []) as endpoint, pytest.raises(StorageError, match=about):
+        [*open_store("gs://bucket/x", {"bearer_token": "x", "base_url": endpoint, "retry_timeout": 0.1}).list("a")]
 
 
 @pytest.mark.parametrize(
@@ -519,17 +528,32 @@ def test_the_xml_of_a_server_is_not_told_but_its_code(xml: str) -> None:
     [("s3://b/x", "AWS_ACCESS_KEY_ID"), ("gs://b/x", "GOOGLE_APPLICATION_CREDENTIALS"), ("az://c/x", "account_key")],
 )
 def test_whoever_has_no_credentials_is_told_where_they_come_from(url: str, about: str) -> None:
-    class Nobody:
+    error = "Error performing token request: GET http://169.254.169.254/x: 403 Forbidden"
+    with pytest.raises(StorageError, match=f"no credentials were given.*{about}"):
+        failing(url, error).put("a", b"1")
+
+
+def test_whoever_has_credentials_that_give_no_token_is_not_told_to_give_some() -> None:
+    asked = "Error performing token request: Error performing POST https://accounts.google.com/o/oauth2/token in 1ms"
+    refused = f'{asked} - Server returned non-2xx status code: 400 Bad Request: {{\n  "error": "invalid_grant"\n}}'
+    with pytest.raises(StorageError, match=r"answer is 400 Bad Request \(invalid_grant\); .*revoked.*renew") as caught:
+        failing("gs://b/x", refused).put("a", b"1")
+    assert "were given" not in str(caught.value)
+    with pytest.raises(StorageError, match=r"https://accounts.google.com does not answer.*can it be reached"):
+        failing("gs://b/x", f"{asked} - HTTP error: error sending request").put("a", b"1")
+
+
+def failing(url: str, text: str) -> ObjectStore:
+    class Obstore:
         def __getattr__(self, name: str) -> Any:
             def call(*_: Any, **options: Any) -> Any:
-                raise GenericError("Error performing token request: GET http://169.254.169.254/x: 403 Forbidden")
+                raise GenericError(text)
 
             return call
 
     store = ObjectStore(MemoryStore(), url)
-    store.server._obstore = Nobody()  # type: ignore[assignment]
-    with pytest.raises(StorageError, match=f"no credentials were given.*{about}"):
-        store.put("a", b"1")
+    store.server._obstore = Obstore()  # type: ignore[assignment]
+    return store
 
 
 @pytest.mark.usefixtures("no_environment")

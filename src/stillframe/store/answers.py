@@ -9,9 +9,11 @@ from urllib.parse import urlsplit
 from stillframe.errors import StorageError
 from stillframe.store.clouds import cloud_of
 
-_XML = re.compile(r":\s*\ufeff?<\?xml")
-_CODE = re.compile(r"<Code>(\w+)</Code>")
-_NO_IDENTITY = re.compile(r"169\.254\.169\.254|metadata\.google\.internal|token request")
+_BODY = re.compile(r":\s*\ufeff?(<\?xml|<!doctype|<html|\{)", re.IGNORECASE)
+"""Where it begins, if it is for programs or browsers."""
+_CODE = re.compile(r"<Code>(\w+)</Code>|\"error\"\s*:\s*\"(\w+)\"")
+_NO_IDENTITY = re.compile(r"169\.254\.169\.254|metadata\.google\.internal|/computeMetadata/")
+_NO_TLS = "BadScheme"
 _REQUEST = re.compile(r"Error performing \w+ (?P<url>\S+) in (?P<took>\S+?)(, after (?P<times>\d+) retries.*?)? +- ")
 _ANSWER = re.compile(r"(Server returned non-2xx status code: )(?P<status>\d{3}[ \w-]*):?\s*$")
 _UNANSWERED = re.compile(r"HTTP error: |error sending request|error decoding response body")
@@ -29,6 +31,10 @@ _ADVICE = (
         re.compile("ExpiredToken|TokenRefreshRequired|RequestExpired|InvalidToken|token is expired"),
         "the credentials have expired: renew them. Keys in storage_options= stay as they are; those of a role, of a "
         "web identity or of a profile renew themselves",
+    ),
+    _Advice(
+        re.compile("invalid_grant|invalid_client"),
+        "no token is given for these credentials: they were revoked, or have expired; renew them",
     ),
     _Advice(
         re.compile("RequestTimeTooSkewed"),
@@ -49,46 +55,57 @@ _ADVICE = (
 
 def trouble(doing: str, error: BaseException, url: str) -> StorageError:
     """With what to do, where the kind of error tells."""
-    if _NO_IDENTITY.search(str(error)):
-        what = f"no credentials were given, and this machine has none of its own: give {cloud_of(url).credentials}"
-        return StorageError(f"{doing}: {first_line(error)}; {what}")
+    text = str(error)
+    if _NO_IDENTITY.search(text):
+        why = _whom(text) + " does not answer" if is_unanswered(error) else first_line(error)
+        what = f"no credentials were given, and this machine has none of its own ({why})"
+        return StorageError(f"{doing}: {what}: give {cloud_of(url).credentials}")
+    if _NO_TLS in text:
+        what = "a server without TLS is used only if base_url or endpoint names it, or with allow_http=True"
+        return StorageError(f"{doing}: {_whom(text)} is refused: {what} in storage_options=")
     if is_unanswered(error):
-        return StorageError(f"{doing}: {_silence(str(error))}")
+        return StorageError(f"{doing}: {_silence(text)}")
     said = first_line(error)
     advice = next((each.text for each in _ADVICE if each.signs.search(f"{said} ")), "")
     return StorageError(f"{doing}: {said}; {advice}" if advice else f"{doing}: {said}")
 
 
 def first_line(error: BaseException) -> str:
-    """Without the request, which was named, the debugging output that follows, and the server's XML but its code."""
+    """Without the request, which was named, the debugging output that follows, and the server's text but its code."""
     text = str(error).strip() or type(error).__name__
-    code = _CODE.search(text)
-    line = _XML.split(text.splitlines()[0])[0]
+    found = _CODE.search(text)
+    code = f" ({found[1] or found[2]})" if found else ""
+    line = _BODY.split(text.splitlines()[0])[0]
     request = _REQUEST.search(line)
     answer = _ANSWER.search(line)
     if request is not None and answer is not None:
         line = f"the server's answer is {answer['status'].strip()}"
-        return line + (f" ({code[1]})" if code else "") + _asked(request)
-    return line + (f" ({code[1]})" if code else "")
+        return line + code + _asked(request)
+    return line + code
 
 
 def is_unanswered(error: BaseException) -> bool:
     """Whether nobody has answered, or not to the end: it may have been done."""
-    return _UNANSWERED.search(str(error)) is not None
+    text = str(error)
+    return _UNANSWERED.search(text) is not None and _NO_TLS not in text
 
 
 def is_denied(error: BaseException) -> bool:
     return re.search("40[13] (Forbidden|Unauthorized)", str(error)) is not None
 
 
-def _silence(text: str) -> str:
+def _whom(text: str) -> str:
     request = _REQUEST.search(text)
     url = urlsplit(request["url"]) if request else None
-    whom = f"{url.scheme}://{url.netloc}" if url else "the server"
+    return f"{url.scheme}://{url.netloc}" if url else "the server"
+
+
+def _silence(text: str) -> str:
+    request = _REQUEST.search(text)
     causes = _CAUSE.findall(text)
     why = causes[-1] if causes else "it took too long" if "TimedOut" in text or "Timeout" in text else "it was cut off"
     asked = _asked(request) if request else ""
-    return f"{whom} does not answer ({why}){asked}: does it run, and can it be reached from here?"
+    return f"{_whom(text)} does not answer ({why}){asked}: does it run, and can it be reached from here?"
 
 
 def _asked(request: re.Match[str]) -> str:

@@ -23,6 +23,8 @@ class Cloud(NamedTuple):
     endpoint_variables: tuple[str, ...]
     credentials: str
     """Where they come from, for messages."""
+    condition: str
+    """The header that lets a write make an object, but replace none."""
 
 
 CLOUDS: Final = {
@@ -32,18 +34,21 @@ CLOUDS: Final = {
         ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"),
         "access_key_id and secret_access_key in storage_options=, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY in "
         "the environment, or AWS_PROFILE",
+        "If-None-Match: *",
     ),
     "gs": Cloud(
         "bucket",
         ("base_url", "google_base_url"),
         ("GOOGLE_BASE_URL",),
         "service_account, a path, in storage_options=, or GOOGLE_APPLICATION_CREDENTIALS in the environment",
+        "x-goog-if-generation-match: 0",
     ),
     "az": Cloud(
         "container",
         ("endpoint", "azure_endpoint", "azure_storage_endpoint"),
         ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
         "account_key or sas_key in storage_options=, or AZURE_STORAGE_ACCOUNT_KEY in the environment",
+        "If-None-Match: *",
     ),
 }
 """By the scheme of their URLs."""

@@ -31,7 +31,7 @@ import msgspec
 from stillframe.errors import StorageError
 from stillframe.store.activity import Activity
 from stillframe.store.address import without_secrets
-from stillframe.store.clouds import again_s, endpoint_of
+from stillframe.store.clouds import again_s, cloud_of, endpoint_of
 from stillframe.store.object_writer import ObjectWriter
 from stillframe.store.protocol import (
     PARTIAL,
@@ -133,9 +133,10 @@ class ObjectStore:
             try:
                 self.server.put_if_free(key, b"1")  # "it is there" may be the answer to a request that was repeated
                 if self.server.put_if_free(key, b"2"):
+                    condition = cloud_of(self._url).condition
                     raise StorageError(
-                        f"the server of {self._url} ignores the condition of a write (If-None-Match: *), so two runs "
-                        "could overwrite each other's checkpoints: use a server that honours it"
+                        f"the server of {self._url} ignores the condition of a write ({condition}), so two runs could "
+                        "overwrite each other's checkpoints: use a server that honours it"
                     )
             finally:
                 with contextlib.suppress(StorageError):

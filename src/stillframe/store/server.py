@@ -38,10 +38,17 @@ _CLIENT_OPTIONS = {
 }  # fmt: skip
 _CONFLICTS, _CONFLICT_S, _LONGEST_PAUSE_S = 8, 0.05, 5.0
 _AT_ONCE = 16
-_PAST_END = re.compile("range|416", re.IGNORECASE)
+_PAST_END = re.compile("status code: 416|range", re.IGNORECASE)
 _NO_BUCKET = ("NoSuchBucket", "ContainerNotFound", "bucket does not exist", "container does not exist")
 _PLACES = re.compile(r"((aws|google)_)?bucket(_name)?|(azure_)?container_name", re.IGNORECASE)
 """Options that would lead elsewhere than the URL says."""
+_OPENING = {
+    "Account must be specified": "account_name in storage_options=, or AZURE_STORAGE_ACCOUNT_NAME in the environment, "
+    "names it",
+    "service account file": "give the file of a service account's key, or that of `gcloud auth application-default "
+    "login`; for anything else bearer_token in storage_options=",
+}
+"""What to do, by what obstore says of options that it cannot use."""
 _ABSENT = "run/no-such-object"
 _BUCKET_S = 30.0
 
@@ -77,9 +84,8 @@ def open_backend(url: str, options: Mapping[str, Any] | None, is_patient: bool =
     try:
         return from_url(url, config=given or None, client_options=client, retry_config=retry, **beside)  # type: ignore[call-overload, no-any-return]
     except (BaseError, ValueError, TypeError) as error:
-        is_nobody = "Account must be specified" in str(error)
-        advice = "account_name in storage_options=, or AZURE_STORAGE_ACCOUNT_NAME in the environment, names it"
-        raise ConfigError(f"{url}: {first_line(error)}; {advice if is_nobody else 'see storage_options='}") from None
+        advice = next((each for sign, each in _OPENING.items() if sign in str(error)), "see storage_options=")
+        raise ConfigError(f"{url}: {first_line(error)}; {advice}") from None
 
 
 def _check_process(url: str) -> None:

@@ -1,10 +1,11 @@
 """A stand-in for Google Cloud Storage: the requests of its XML API that obstore makes for ``gs://``, in memory.
 
 No server of Google's kind could be installed for tests.  This one is written from Google's description of the XML API.
-It answers 501 to all else, so that a request that obstore begins to make is noticed.  The tests that need no more than
-``options`` of it were once run by hand on Google's storage-testbench as well, and passed.  That has writes, conditions,
-generations and ranges of its own; listing, removal, metadata and entity tags were added to it for that, as it has none
-in the XML API.  Google's own service was never tried: its tokens, its limits, buckets with a hierarchical namespace.
+It answers 501 to all else, so that a request that obstore begins to make is noticed.  The tests of the contract, runs,
+kills, commands, faults and a lost root were once run by hand on Google's storage-testbench as well, and passed.  That
+has writes, conditions, generations and ranges of its own, and asks for no token; listing, removal, metadata and entity
+tags were added to it, as its XML API has none.  Google's own service was never tried: its tokens, its limits, its
+texts of errors, buckets with a hierarchical namespace.
 """
 
 from __future__ import annotations

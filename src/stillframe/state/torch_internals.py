@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import inspect
 import sys
-import threading
 from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
+from types import FrameType
 from typing import Any
 
 import torch
@@ -226,12 +226,12 @@ def flattened(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return row
 
 
-def frame_of_dcp() -> tuple[int, int] | None:
-    """DCP tells a storage nothing when a save fails elsewhere.  But this frame, of this thread, is there until then."""
+def frame_of_dcp() -> FrameType | None:
+    """DCP tells a storage nothing when a save fails elsewhere.  But this frame, of this thread, runs until then."""
     found, frame = None, inspect.currentframe()
     while frame is not None:
         if frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict_saver":
-            found = threading.get_ident(), id(frame)
+            found = frame
         frame = frame.f_back
     return found
 
@@ -244,15 +244,15 @@ def call_of_load() -> tuple[Any, Any] | None:
     return (frame.f_locals["f"], frame.f_locals["map_location"]) if frame else None
 
 
-def is_in_frame(found: tuple[int, int] | None) -> bool:
-    """Whether a thread is in the frame that :func:`frame_of_dcp` gave; if it gave none, who knows: it may be.
+def has_left(frame: FrameType | None) -> bool:
+    """Whether the function of a frame has ended, on whatever thread; if there is none, who knows: it may run.
 
-    There is no public way to another thread's stack.
+    What it held is let go then.  To look for the frame in another thread's stack would be no way: that changes under
+    the eyes of who looks, and CPython 3.11 has crashed over it.
     """
-    if found is None:
-        return True
-    thread, identity = found
-    frame = sys._current_frames().get(thread)
-    while frame is not None and id(frame) != identity:
-        frame = frame.f_back
+    try:
+        if frame is not None:
+            frame.clear()
+    except RuntimeError:  # it runs
+        return False
     return frame is not None

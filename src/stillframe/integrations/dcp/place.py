@@ -29,11 +29,16 @@ class Place:
     load_id: str | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        self.path = self.checkpoint_id = root_address(self.path)
+        super().__init__()  # of who is a stager, too
+        self.reset(self.path)
+
+    @property
+    def checkpoint_id(self) -> str:
+        return os.fspath(self.path)
 
     def reset(self, checkpoint_id: PathLike | None = None) -> None:
         if checkpoint_id is not None:
-            self.path = self.checkpoint_id = root_address(checkpoint_id)
+            self.path = root_address(checkpoint_id)
 
     def storage_meta(self) -> StorageMeta:
         return StorageMeta(self.checkpoint_id, self.save_id, self.load_id)
@@ -45,10 +50,11 @@ class Place:
         except ConfigError:
             return False
 
-    def refuse_dcps_own(self, advice: str) -> None:
-        """Raises :class:`ConfigError` for a directory that DCP's own storage has written to."""
-        if not is_url(self.checkpoint_id) and files.is_taken(os.path.join(self.path, ".metadata")):
-            raise ConfigError(f"{self.path} holds a checkpoint that DCP itself wrote: {advice}")
+
+def refuse_dcps_own(path: str, advice: str) -> None:
+    """Raises :class:`ConfigError` for a directory that DCP's own storage has written to."""
+    if not is_url(path) and files.is_taken(os.path.join(path, ".metadata")):
+        raise ConfigError(f"{path} holds a checkpoint that DCP itself wrote: {advice}")
 
 
 def id_of(save: Any) -> str:

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 
 from stillframe.errors import StateError, UnsupportedStateError
-from stillframe.integrations.dcp.place import Place, id_of
+from stillframe.integrations.dcp.place import Place, id_of, refuse_dcps_own
 from stillframe.integrations.pickled import Opaque, from_leaves
 from stillframe.open_roots import seat
 from stillframe.spi import BoxReader
@@ -36,7 +36,7 @@ class Reader(Place, StorageReader):
     _reader: BoxReader | None = None
 
     def read_metadata(self) -> dcp.Metadata:
-        self.refuse_dcps_own("read it with FileSystemReader, or convert it once with `stillframe import`")
+        refuse_dcps_own(self.checkpoint_id, "read it with FileSystemReader, or convert it with `stillframe import`")
         if self._reader is not None:
             self._reader.close()
         reader = self._reader = BoxReader(self.path, self.step, rank=seat()[0], storage_options=self.storage_options)

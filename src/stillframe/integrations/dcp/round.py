@@ -10,9 +10,11 @@ from __future__ import annotations
 import contextlib
 import copyreg
 import functools
+import os
 import threading
 import weakref
 from concurrent.futures import Future, InvalidStateError
+from types import FrameType
 from typing import Any, NamedTuple
 
 from torch.distributed.checkpoint.api import CheckpointException
@@ -22,10 +24,10 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from stillframe import Save, spi
 from stillframe.errors import ConfigError, StateError
 from stillframe.open_roots import Admission, close_root, fence
-from stillframe.state.torch_internals import frame_of_dcp, is_in_frame
+from stillframe.state.torch_internals import frame_of_dcp, has_left
 
-_rounds: dict[Round, tuple[int, int] | None] = {}
-"""Those that DCP has begun, and the frame of its that each is in, until it is left."""
+_rounds: dict[Round, FrameType | None] = {}
+"""Those that DCP has begun and may leave, each with its frame of DCP's: until they have ended."""
 _under_way: set[threading.Event] = set()
 """An event for each lazy save, set at its end."""
 _update_gate = functools.cache(lambda: spi.UpdateGate(fence))  # from the first lazy save on: it hooks into optimizers
@@ -45,12 +47,15 @@ class Round:
         """Of what must not have changed before the save is requested."""
         self.rank: int | None = None
         """This one's in DCP's group; ``None`` until DCP sets its writer up."""
+        self.path = ""
+        """Of the root: a writer may be given another for the next save before this one has ended."""
         self.lets_go = False
         """Whether the root is closed when DCP is done with it: a process that DCP has made may be idle for ever."""
         self.admission: Admission | None = None
         self.save: Save | None = None
         self.using = contextlib.ExitStack()
         """The root, as long as this save needs it."""
+        self._home = os.getpid()
 
     def requested(self, save: Save) -> None:
         """The writer has requested the save.  Blocks until this rank has written it; raises if it will not."""
@@ -59,13 +64,16 @@ class Round:
 
     def end(self, error: BaseException | None = None) -> None:
         """It has come to its end on this rank; with an ``error``, before it was made.  May be called again."""
+        if not self.lets_go:
+            _rounds.pop(self, None)  # and with it the frame, which holds the state
         with contextlib.suppress(Exception):  # the others cannot be informed, and wait for their deadline
             self.using.pop_all().__exit__(None if error is None else type(error), error, None)
 
     def ended(self) -> None:
         """DCP is through with it.  May be called again."""
         _rounds.pop(self, None)
-        self.end(StateError("DCP ended the save before it was written here; its error or upload_completion says why"))
+        if self._home == os.getpid():  # in a forked child all threads but one have gone, and the saves are its parent's
+            self.end(StateError("DCP ended the save before it was written; its error or upload_completion says why"))
 
 
 class Staging(Round, Future[dict[str, Any]]):
@@ -92,7 +100,8 @@ class Staging(Round, Future[dict[str, Any]]):
         """The live state; blocks until the saves before have ended.  Once the copy is over, ``{}`` or its error."""
         if super().done():
             return super().result(timeout)
-        current.begin(self)  # DCP saves it on this thread
+        if current.round is not self:
+            current.begin(self)  # DCP saves it on this thread
         for each in self._before:
             each.wait()
         return self._live
@@ -110,8 +119,9 @@ class Staging(Round, Future[dict[str, Any]]):
     def end(self, error: BaseException | None = None) -> None:
         self._release()
         if error is not None:
+            told = error if isinstance(error, Exception) else StateError(repr(error))  # others would end DCP's callback
             with contextlib.suppress(InvalidStateError):  # it is copied, or another thread has said so
-                self.set_exception(error)
+                self.set_exception(told)
         super().end(error)
 
     def ended(self) -> None:
@@ -174,6 +184,8 @@ class _Here(threading.local):
     """What belongs to this thread."""
 
     round = Round()  # of no save
+    reset: tuple[Any, str] = None, ""
+    """The writer that DCP is about to save with, and the root."""
 
     def begin(self, found: Round) -> Round:
         """The round before has ended now; this one has when the thread ends or begins another."""
@@ -185,13 +197,13 @@ class _Here(threading.local):
 current = _Here()
 
 
-def begin_round(rank: int, step: int | None, lets_go: bool) -> None:
+def begin_round(rank: int, step: int | None, path: str, lets_go: bool) -> None:
     """DCP sets its writer up on this thread: for the lazy save that it has taken up here, or for one of its own."""
     found = current.round
     if not isinstance(found, Staging) or found.rank is not None or Future.done(found):
         found = current.begin(Round(step))
     end_left_rounds()
-    found.rank, found.lets_go = rank, lets_go
+    found.rank, found.path, found.lets_go = rank, path, lets_go
     _rounds[found] = frame_of_dcp()
 
 
@@ -201,7 +213,7 @@ def end_left_rounds() -> None:
     Blocks, if a root is to be closed, until its saves are committed or have failed.
     """
     for each, frame in _rounds.copy().items():
-        if not is_in_frame(frame):  # DCP has ended the save without a word
+        if has_left(frame):  # DCP has ended the save without a word
             each.ended()
             if each.lets_go and each.admission is not None:
                 close_root(each.admission.path)

@@ -9,17 +9,18 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 
 from stillframe import Catalog
 from stillframe.errors import ConfigError, ExistsError, StateError, UnsupportedStateError
-from stillframe.integrations.dcp.place import Place, id_of
+from stillframe.integrations.dcp.place import PathLike, Place, id_of, refuse_dcps_own
 from stillframe.integrations.dcp.round import Carried, begin_round, current, end_left_rounds
 from stillframe.integrations.pickled import Opaque, to_leaves
 from stillframe.open_roots import How, admitting, close_root, close_roots
 from stillframe.spi import ELSEWHERE, TensorBox, is_wrapper
+from stillframe.store import root_address
 
 
 @dataclass(eq=False, kw_only=True)
@@ -44,6 +45,10 @@ class Writer(Place, StorageWriter):
     overwrite: bool = True
     _home: int = field(default_factory=os.getpid, init=False, repr=False)
 
+    def reset(self, checkpoint_id: PathLike | None = None) -> None:
+        super().reset(checkpoint_id)
+        current.reset = self, self.checkpoint_id if checkpoint_id is None else root_address(checkpoint_id)
+
     def __getstate__(self) -> dict[str, Any]:
         """DCP sends it to a process of its own, which is about to save: it finds the root free."""
         end_left_rounds()
@@ -60,16 +65,18 @@ class Writer(Place, StorageWriter):
         return How(keep=self.keep, storage_options=self.storage_options)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        begin_round(kwargs.get("rank", 0), self.step, lets_go=self._home != os.getpid())
+        writer, reset = current.reset
+        path = reset if writer is self else self.checkpoint_id
+        begin_round(kwargs.get("rank", 0), self.step, path, lets_go=self._home != os.getpid())
         if not kwargs.get("use_collectives", True):
             raise ConfigError("use_collectives=False: a stillframe checkpoint is one of all ranks; leave it out")
         if not is_coordinator:  # the last one may have been this rank: then the root is this one's
-            close_roots(lambda each: each.path == self.path and each.is_first and not each.users)
+            close_roots(lambda each: each.path == path and each.is_first and not each.users)
             return
-        self.refuse_dcps_own("give another directory; a reader could not tell which of the two is meant")
-        newest = None if self.overwrite else Catalog(self.path, storage_options=self.storage_options).latest()
+        refuse_dcps_own(path, "give another directory; a reader could not tell which of the two is meant")
+        newest = None if self.overwrite else Catalog(path, storage_options=self.storage_options).latest()
         if newest is not None:
-            raise ExistsError(f"overwrite=False: {self.path} holds a checkpoint, step {newest}")
+            raise ExistsError(f"overwrite=False: {path} holds a checkpoint, step {newest}")
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         return plan
@@ -81,7 +88,7 @@ class Writer(Place, StorageWriter):
         """
         found, count = current.round, len(plans)
         assert found.rank is not None
-        first = found.admission = found.using.enter_context(admitting(self.path, count, self._how, step=found.step))
+        first = found.admission = found.using.enter_context(admitting(found.path, count, self._how, step=found.step))
         ranks = ((rank - found.rank) % count for rank in range(count))
         return [replace(plan, storage_data=Carried(first.of(rank))) for plan, rank in zip(plans, ranks, strict=True)]
 
@@ -93,7 +100,7 @@ class Writer(Place, StorageWriter):
                     "DCP called write_data without the plan that prepare_global_plan made, or on another thread: "
                     "stillframe needs both to tell this save from others"
                 )
-            root = found.using.enter_context(found.admission.enter(self.path, self._how))
+            root = found.using.enter_context(found.admission.enter(found.path, self._how))
             advice = None if self.allow_pickle else "give Writer(…, allow_pickle=True)"
             state = _state(plan, planner, advice, has_gaps=found.admission.world_size > 1)
             found.requested(root.save(found.admission.ticket, state, since=found.versions))
@@ -112,7 +119,8 @@ class Writer(Place, StorageWriter):
         assert found.save is not None
         found.save.wait("committed")
         found.end()
-        metadata.storage_meta, metadata.version = self.storage_meta(), CURRENT_DCP_VERSION
+        metadata.storage_meta = StorageMeta(found.path, id_of(found.save))
+        metadata.version = CURRENT_DCP_VERSION
 
 
 def _state(plan: SavePlan, planner: SavePlanner, advice: str | None, has_gaps: bool) -> dict[str, Any]:

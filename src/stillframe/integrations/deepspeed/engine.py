@@ -54,8 +54,8 @@ class CheckpointEngine:
 
     def create(self, info: Any) -> None:
         """A checkpoint begins: DeepSpeed will hand over the files of this rank, perhaps none."""
-        root = directory_address(info.save_dir)
-        self.info, self._directory, self._files = info, os.path.abspath(os.path.join(root, info.tag)), {}
+        directory_address(info.save_dir)
+        self.info, self._directory, self._files = info, os.path.join(info.save_dir, info.tag), {}
 
     def save(self, state_dict: Any, path: str) -> None:
         """Take a file of the tag that was begun; write any other (of ``save_16bit_model``) with ``torch.save``."""
@@ -66,7 +66,7 @@ class CheckpointEngine:
                 torch.save(state_dict, partial)
 
     def is_of_tag(self, directory: str) -> bool:
-        return os.path.abspath(directory) == self._directory
+        return self.info is not None and os.path.abspath(directory) == os.path.abspath(self._directory)
 
     def finish(self) -> None:
         """Every rank has handed over everything: request the save.  The tag takes the place of one of the same name.
@@ -74,7 +74,7 @@ class CheckpointEngine:
         Raises, on every rank if on one: the error of a save before; :class:`ExistsError`; :class:`ConfigError`;
         :class:`UnsupportedStateError`.
         """
-        info, files, error, directory = self.info, self._files, self.error, self._directory
+        info, files, error, directory = self.info, self._files, self.error, os.path.abspath(self._directory)
         self.drop()
 
         def begin() -> int:

@@ -35,7 +35,7 @@ class Wholes:
         forms = {name: (each.shape, each.dtype, is_one_file) for name, each in divided.items()}
         if forms != self._forms:
             owners = _shared_out(divided, 1 if is_one_file else dist.get_world_size())
-            self._here, self._forms = {}, {}  # there may not be room for both
+            self.owners, self._here, self._forms = {}, {}, {}  # there may not be room for both
             self._here = here(
                 lambda: _room({name: divided[name] for name in owners if owners[name] == dist.get_rank()})
             )

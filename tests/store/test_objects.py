@@ -6,11 +6,13 @@ A real server is asked in tests/servers.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import multiprocessing
 import os
 import secrets
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
@@ -21,7 +23,7 @@ from urllib.parse import unquote
 
 import obstore
 import pytest
-from obstore.exceptions import AlreadyExistsError, GenericError
+from obstore.exceptions import AlreadyExistsError, GenericError, PreconditionError
 from obstore.store import AzureStore, GCSStore, LocalStore, MemoryStore, S3Store
 
 from stillframe import Catalog, Checkpointer, ConfigError
@@ -382,6 +384,46 @@ def test_a_server_that_does_not_answer_is_named() -> None:
     store = open_store("s3://b/x", options)
     with pytest.raises(StorageError, match=r"http://127.0.0.1:1 does not answer \(Connection refused\).*does it run"):
         store.put_new("a", b"1")
+
+
+def test_a_password_in_a_servers_url_is_not_told() -> None:
+    options = {"skip_signature": True, "endpoint": "http://me:secret@127.0.0.1:1", "retry_timeout": 0.3}
+    with pytest.raises(StorageError, match=r"http://127.0.0.1:1 does not answer") as silent:
+        open_store("s3://b/x", options).put_new("a", b"1")
+    with answering(403, "no", []) as endpoint:
+        store = open_store("s3://b/x", {**options, "endpoint": endpoint.replace("//", "//me:secret@")})
+        with pytest.raises(StorageError, match="403 Forbidden") as refused:
+            store.put_new("a", b"1")
+    assert "secret" not in f"{silent.value} {refused.value}"
+
+
+@pytest.mark.parametrize("text", ["HTTP error: blocked by policy", "error sending request", "BadScheme"])
+def test_what_a_server_says_is_not_taken_for_what_the_library_says(text: str) -> None:
+    asked: list[str] = []
+    with answering(403, text, asked) as endpoint:
+        store = open_store("s3://b/x", {"skip_signature": True, "endpoint": endpoint, "retry_timeout": 20})
+        assert isinstance(store, ObjectStore)
+        with pytest.raises(StorageError, match=r"answer is 403 Forbidden; look at the credentials"):
+            store.server.put_if_free("a", b"1")
+    assert len(asked) == 1  # refused is refused: it is not tried again
+
+
+def test_conflicts_and_lost_answers_in_turn_come_to_an_end(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Stormy(FaultyRequests):
+        def put(self, *_: Any, **__: Any) -> None:
+            errors.append(next(turns))
+            raise errors[-1]
+
+    errors: list[Exception] = []
+    lost, conflict = GenericError("error sending request"), PreconditionError("another one was faster")
+    turns = itertools.cycle([lost, lost, lost, conflict])
+    monkeypatch.setattr(type(store.server), "_again_s", 1.0)
+    store.server._obstore = Stormy()  # type: ignore[assignment]
+    began = time.monotonic()
+    with pytest.raises(StorageError):
+        store.server.put_if_free("a", b"1")
+    assert len(errors) > 4
+    assert time.monotonic() - began < 5  # not a second for each conflict
 
 
 def test_a_server_that_ignores_the_condition_is_refused(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,10 @@ _CODE = re.compile(r"<Code>(\w+)</Code>|\"error\"\s*:\s*\"(\w+)\"")
 _NO_IDENTITY = re.compile(r"169\.254\.169\.254|metadata\.google\.internal|/computeMetadata/")
 _NO_TLS = "BadScheme"
 _REQUEST = re.compile(r"Error performing \w+ (?P<url>\S+) in (?P<took>\S+?)(, after (?P<times>\d+) retries.*?)? +- ")
-_ANSWER = re.compile(r"(Server returned non-2xx status code: )(?P<status>\d{3}[ \w-]*):?\s*$")
+_ANSWERED = "Server returned non-2xx status code: "
+_ANSWER = re.compile(_ANSWERED + r"(?P<status>\d{3}[ \w-]*)(:|\s*$)")
+_SECRET = re.compile(r"(?<=://)[^/@\s]*@")
+"""In the URL of a server: who asks, and the password."""
 _UNANSWERED = re.compile(r"HTTP error: |error sending request|error decoding response body")
 _CAUSE = re.compile(r'(?:message|error): "([^"]*)"')
 
@@ -55,7 +58,7 @@ _ADVICE = (
 
 def trouble(doing: str, error: BaseException, url: str) -> StorageError:
     """With what to do, where the kind of error tells."""
-    text = str(error)
+    text = _own(error)
     if _NO_IDENTITY.search(text):
         why = _whom(text) + " does not answer" if is_unanswered(error) else first_line(error)
         what = f"no credentials were given, and this machine has none of its own ({why})"
@@ -75,7 +78,7 @@ def first_line(error: BaseException) -> str:
     text = str(error).strip() or type(error).__name__
     found = _CODE.search(text)
     code = f" ({found[1] or found[2]})" if found else ""
-    line = _BODY.split(text.splitlines()[0])[0]
+    line = _SECRET.sub("", _BODY.split(text.splitlines()[0])[0])
     request = _REQUEST.search(line)
     answer = _ANSWER.search(line)
     if request is not None and answer is not None:
@@ -86,7 +89,7 @@ def first_line(error: BaseException) -> str:
 
 def is_unanswered(error: BaseException) -> bool:
     """Whether nobody has answered, or not to the end: it may have been done."""
-    text = str(error)
+    text = _own(error)
     return _UNANSWERED.search(text) is not None and _NO_TLS not in text
 
 
@@ -94,10 +97,15 @@ def is_denied(error: BaseException) -> bool:
     return re.search("40[13] (Forbidden|Unauthorized)", str(error)) is not None
 
 
+def _own(error: BaseException) -> str:
+    """What the library says, without what the server has said: that may be anything."""
+    return str(error).partition(_ANSWERED)[0]
+
+
 def _whom(text: str) -> str:
     request = _REQUEST.search(text)
     url = urlsplit(request["url"]) if request else None
-    return f"{url.scheme}://{url.netloc}" if url else "the server"
+    return f"{url.scheme}://{url.netloc.rpartition('@')[2]}" if url else "the server"
 
 
 def _silence(text: str) -> str:

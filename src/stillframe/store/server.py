@@ -177,18 +177,22 @@ class Server:
         """Whether it was free.  ``False`` may be the answer to a request of this very call that was repeated."""
         from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
 
+        until_s = time.monotonic() + self._again_s
         for turn in range(_CONFLICTS):
+            if turn:
+                time.sleep(min(_CONFLICT_S * 2**turn, _LONGEST_PAUSE_S))
             try:
                 self._until_answered(
                     "writing",
                     path,
                     lambda: self._obstore.put(self._backend, path, data, mode="create", attributes=attributes),
+                    until_s,
                 )
                 return True
             except AlreadyExistsError:
                 return False
             except PreconditionError:  # of several who come at the same time a server may refuse all, once
-                time.sleep(min(_CONFLICT_S * 2**turn, _LONGEST_PAUSE_S))
+                pass
             except BaseError as error:
                 raise trouble(f"writing {self._url}/{path}", error, self._url) from None
         raise StorageError(f"writing {self._url}/{path}: other clients keep writing the same object")
@@ -309,26 +313,27 @@ class Server:
     def _remove(self, paths: Sequence[str]) -> None:
         from obstore.exceptions import BaseError
 
+        until_s = time.monotonic() + self._again_s
         try:
-            self._until_answered("removing", paths[0], lambda: self._obstore.delete(self._backend, [*paths]))
+            self._until_answered("removing", paths[0], lambda: self._obstore.delete(self._backend, [*paths]), until_s)
         except BaseError as error:
             raise trouble(f"removing {self._url}/{paths[0]}", error, self._url) from None
 
-    def _until_answered(self, verb: str, path: str, work: Callable[[], object]) -> None:
+    def _until_answered(self, verb: str, path: str, work: Callable[[], object], until_s: float) -> None:
         """What obstore does not repeat, because it may have been done, and what may be done twice.
 
-        Also raises obstore's errors.
+        ``until_s``: how long, by the monotonic clock.  Also raises obstore's errors.
         """
         from obstore.exceptions import BaseError
 
-        began, pause_s = time.monotonic(), _CONFLICT_S
+        pause_s = _CONFLICT_S
         wait = Wait(self._whom, self._again_s)
         while True:
             try:
                 self._try(verb, path, work, (BaseError,))
                 return
             except BaseError as error:
-                if not is_unanswered(error) or time.monotonic() - began > self._again_s:
+                if not is_unanswered(error) or time.monotonic() > until_s:
                     raise
             if _is_main():
                 wait.turn()

@@ -9,6 +9,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -23,6 +25,7 @@ from stillframe import Catalog, Checkpointer, KeepLast, Tier
 from stillframe.checkpoint.verify import verify
 from stillframe.store.objects import open_objects
 from stillframe.testing.store_contract import Clients, check_store
+from tests.servers.proxy import Fault, Proxy
 from tests.support import until
 
 SOURCE = Path(__file__).parents[2]
@@ -209,3 +212,84 @@ def check_lost_root(server: Server, url: str, root: Path) -> None:
         checkpointer.save(8, small(8)).wait(tier=tier, timeout_s=60)
     steps = {each.split("/")[0] for each in keys(server, url) if each.startswith("step-") and "parts/" in each}
     assert steps == {"step-000000000006-e0001-1", "step-000000000008-e0002-1"}
+
+
+def check_outages(server: Server, url: str) -> None:
+    """A server that ends and comes back amid saves costs time alone."""
+
+    def outages() -> None:
+        for _ in range(2):
+            time.sleep(1.0)
+            server.stop()
+            time.sleep(0.5)
+            server.start()
+
+    state, step = make_state(), 0
+    thread = threading.Thread(target=outages)
+    with Checkpointer(url, storage_options=server.options) as checkpointer:
+        thread.start()
+        try:
+            while thread.is_alive():
+                step += 1
+                checkpointer.fence()
+                state["w"].fill_(step)
+                checkpointer.save(step, state).wait(timeout_s=120)
+        finally:
+            thread.join()
+    assert check_whole(server, url) == [*range(1, step + 1)]
+    for each in range(1, step + 1):
+        found = stillframe.load(url, each, only="w", storage_options=server.options)
+        assert bool((found["w"] == each).all())
+
+
+def check_tier_goes_away(
+    server: Server, url: str, root: Path, end: Callable[[], None], begin: Callable[[], None], last: int
+) -> None:
+    """As a tier it costs nothing but age: saves go on, and it catches up."""
+    tier = Tier(url, storage_options=server.options)
+    with Checkpointer(root, keep=KeepLast(2), tiers=[tier]) as checkpointer:
+        checkpointer.save(1, small(1)).wait(tier=tier, timeout_s=60)
+        end()
+        try:
+            for step in range(2, last + 1):
+                checkpointer.save(step, small(step)).wait(timeout_s=30)
+            assert checkpointer.stats().failed == 0
+            assert checkpointer.stats().tiers[0].committed_step == 1
+        finally:
+            begin()
+        checkpointer.wait(tier=tier, timeout_s=150)
+        assert checkpointer.stats().tiers[0].committed_step == last
+    live = small(-1)
+    assert stillframe.restore(url, live, storage_options=server.options).step == last
+    assert is_right(live, last)
+
+
+def check_passing_faults(server: Server, url: str, proxy: Proxy, overload: str) -> None:
+    """Each is over before the server is given up; the saves and the restore notice nothing.
+
+    ``overload``: how such a server calls it.
+    """
+    options = {**proxy.options, "timeout": "1s", "retry_timeout": 20}
+    passing = [
+        Fault(times=3, status=503, code=overload),
+        Fault(times=1, hangs=True),
+        Fault(times=2, methods="PUT", only=".parts/", cut_request=1_000_000),
+        Fault(times=2, conditional=True, cut_request=0),
+        Fault(times=2, conditional=True, cut_answer=0, only="manifest.json"),
+    ]
+    with Checkpointer(url, storage_options=options) as checkpointer:
+        for step, fault in enumerate(passing, 1):
+            with proxy.doing(fault):
+                checkpointer.save(step, small(step)).wait(timeout_s=30)
+            assert fault.met, fault
+    for fault in (
+        Fault(times=3, methods="GET", only=".parts/", cut_answer=1_000_000),
+        Fault(times=3, status=503, code=overload),
+    ):
+        live = small(-1)
+        with proxy.doing(fault):
+            assert stillframe.restore(url, live, storage_options=options).step == len(passing)
+        assert is_right(live, len(passing))
+        assert fault.met == fault.times, fault
+    assert check_whole(server, url) == [*range(1, len(passing) + 1)]
+    assert not left_over(server, url)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import base64
-import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -16,10 +14,9 @@ from stillframe import Catalog, Checkpointer, NotFoundError, StorageError
 from stillframe.store.objects import open_objects
 from tests.cli.roots import stillframe as cli
 from tests.servers.azurite import Azurite
-from tests.servers.shared import check_contract, check_resumes, check_stranger, keys, make_state, new_url
+from tests.servers.shared import check_contract, check_outages, check_resumes, check_stranger, keys, make_state, new_url
 
 pytestmark = pytest.mark.timeout(240)
-OUTAGES = 2
 
 
 @pytest.fixture
@@ -47,30 +44,7 @@ def test_a_run_is_saved_pruned_and_resumed_bit_for_bit(azurite: Azurite, url: st
 
 
 def test_a_server_that_ends_and_comes_back_amid_saves_costs_time_alone(azurite: Azurite, url: str) -> None:
-    def outages() -> None:
-        for _ in range(OUTAGES):
-            time.sleep(1.0)
-            azurite.stop()
-            time.sleep(0.5)
-            azurite.start()
-
-    state = make_state()
-    thread = threading.Thread(target=outages)
-    step = 0
-    with Checkpointer(url, storage_options=azurite.options) as checkpointer:
-        thread.start()
-        try:
-            while thread.is_alive():
-                step += 1
-                checkpointer.fence()
-                state["w"].fill_(step)
-                checkpointer.save(step, state).wait(timeout_s=120)
-        finally:
-            thread.join()
-    assert Catalog(url, storage_options=azurite.options).steps() == [*range(1, step + 1)]
-    for each in range(1, step + 1):
-        found = stillframe.load(url, each, only="w", storage_options=azurite.options)
-        assert bool((found["w"] == each).all())
+    check_outages(azurite, url)
 
 
 def test_what_is_wrong_is_said_and_never_taken_for_an_empty_root(azurite: Azurite, url: str) -> None:

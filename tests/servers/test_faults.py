@@ -22,7 +22,7 @@ import stillframe
 from stillframe import BusyError, Catalog, Checkpointer, StorageError, Tier
 from tests.servers.ceph import SECRET, Ceph
 from tests.servers.proxy import Fault, Proxy
-from tests.servers.shared import PLACE, check_whole, keys, left_over, new_url
+from tests.servers.shared import PLACE, check_passing_faults, check_whole, keys, left_over, new_url
 from tests.support import until
 
 pytestmark = pytest.mark.timeout(240)
@@ -149,29 +149,7 @@ def test_as_the_root_nothing_is_left_over_in_the_end(run: Run) -> None:
 
 
 def test_as_the_root_what_passes_costs_time_alone(server: Ceph, proxy: Proxy) -> None:
-    """Each of these is over before the server is given up; the saves and the restore notice nothing."""
-    url, options = new_url("s3"), {**proxy.options, "timeout": "1s", "retry_timeout": 20}
-    passing = [
-        Fault(times=3, status=503, code="SlowDown"),
-        Fault(times=1, hangs=True),
-        Fault(times=2, methods="PUT", only=".parts/", cut_request=1_000_000),
-        Fault(times=2, conditional=True, cut_request=0),
-        Fault(times=2, conditional=True, cut_answer=0, only="manifest.json"),
-    ]
-    with Checkpointer(url, storage_options=options) as checkpointer:
-        for step, fault in enumerate(passing, 1):
-            with proxy.doing(fault):
-                checkpointer.save(step, state(step)).wait(timeout_s=30)
-            assert fault.met, fault
-    for fault in (
-        Fault(times=3, methods="GET", only=".parts/", cut_answer=1_000_000),
-        Fault(times=3, status=503, code="SlowDown"),
-    ):
-        with proxy.doing(fault):
-            assert restored(url, options) == len(passing)
-        assert fault.met == fault.times, fault
-    assert check_whole(server, url) == [*range(1, len(passing) + 1)]
-    assert not left_over(server, url)
+    check_passing_faults(server, new_url("s3"), proxy, "SlowDown")
 
 
 def test_as_the_root_a_commit_that_nobody_can_tell_of_stands(server: Ceph, proxy: Proxy) -> None:

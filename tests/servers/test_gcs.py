@@ -6,8 +6,6 @@ What it stands in for, and what was never tried, is said in :mod:`tests.servers.
 from __future__ import annotations
 
 import json
-import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -29,13 +27,13 @@ from tests.servers.shared import (
     check_contract,
     check_killed_trainer,
     check_lost_root,
+    check_outages,
+    check_passing_faults,
     check_resumes,
     check_stranger,
+    check_tier_goes_away,
     check_whole,
-    is_right,
     keys,
-    left_over,
-    make_state,
     new_url,
     small,
 )
@@ -203,31 +201,7 @@ def test_a_server_that_ignores_the_condition_is_refused_by_name(gcs: Gcs, url: s
 
 
 def test_what_passes_costs_time_alone(gcs: Gcs, url: str, proxy: Proxy) -> None:
-    """Each of these is over before the server is given up; the saves and the restore notice nothing."""
-    options = {**proxy.options, "timeout": "1s", "retry_timeout": 20}
-    passing = [
-        Fault(times=3, status=503, code="ServiceUnavailable"),
-        Fault(times=1, hangs=True),
-        Fault(times=2, methods="PUT", only=".parts/", cut_request=1_000_000),
-        Fault(times=2, conditional=True, cut_request=0),
-        Fault(times=2, conditional=True, cut_answer=0, only="manifest.json"),
-    ]
-    with Checkpointer(url, storage_options=options) as checkpointer:
-        for step, fault in enumerate(passing, 1):
-            with proxy.doing(fault):
-                checkpointer.save(step, small(step)).wait(timeout_s=30)
-            assert fault.met, fault
-    for fault in (
-        Fault(times=3, methods="GET", only=".parts/", cut_answer=1_000_000),
-        Fault(times=3, status=503, code="ServiceUnavailable"),
-    ):
-        live = small(-1)
-        with proxy.doing(fault):
-            assert stillframe.restore(url, live, storage_options=options).step == len(passing)
-        assert is_right(live, len(passing))
-        assert fault.met == fault.times, fault
-    assert check_whole(gcs, url) == [*range(1, len(passing) + 1)]
-    assert not left_over(gcs, url)
+    check_passing_faults(gcs, url, proxy, "ServiceUnavailable")
 
 
 @pytest.mark.parametrize("fault", [Fault(cut_answer=0), Fault(cut_request=0), Fault(hangs=True)])
@@ -281,27 +255,7 @@ def test_an_answer_that_it_comes_too_often_is_waited_for(gcs: Gcs, url: str) -> 
 
 
 def test_a_server_that_ends_and_comes_back_amid_saves_costs_time_alone(gcs: Gcs, url: str) -> None:
-    def outages() -> None:
-        for _ in range(2):
-            time.sleep(1.0)
-            gcs.stop()
-            time.sleep(0.5)
-            gcs.start()
-
-    state = make_state()
-    thread = threading.Thread(target=outages)
-    step = 0
-    with Checkpointer(url, storage_options=gcs.options) as checkpointer:
-        thread.start()
-        try:
-            while thread.is_alive():
-                step += 1
-                checkpointer.fence()
-                state["w"].fill_(step)
-                checkpointer.save(step, state).wait(timeout_s=120)
-        finally:
-            thread.join()
-    assert check_whole(gcs, url) == [*range(1, step + 1)]
+    check_outages(gcs, url)
 
 
 # --- as a tier ---------------------------------------------------------------------------------
@@ -312,21 +266,7 @@ def test_a_lost_root_comes_back_from_it(gcs: Gcs, url: str, tmp_path: Path) -> N
 
 
 def test_as_a_tier_a_server_that_goes_away_costs_nothing_but_age(gcs: Gcs, url: str, tmp_path: Path) -> None:
-    tier = Tier(url, storage_options=gcs.options)
-    with Checkpointer(tmp_path / "root", keep=KeepLast(2), tiers=[tier]) as checkpointer:
-        checkpointer.save(1, small(1)).wait(tier=tier, timeout_s=60)
-        gcs.stop()
-        try:
-            for step in range(2, 6):
-                checkpointer.save(step, small(step)).wait(timeout_s=30)
-            assert checkpointer.stats().failed == 0
-            assert checkpointer.stats().tiers[0].committed_step == 1
-        finally:
-            gcs.start()
-        checkpointer.wait(tier=tier, timeout_s=150)
-    live = small(-1)
-    assert stillframe.restore(url, live, storage_options=gcs.options).step == 5
-    assert is_right(live, 5)
+    check_tier_goes_away(gcs, url, tmp_path / "root", gcs.stop, gcs.start, last=5)
 
 
 @pytest.mark.parametrize("what", ["token", "bucket"])

@@ -30,7 +30,7 @@ from tests.servers.shared import (
     check_lost_root,
     check_resumes,
     check_stranger,
-    is_right,
+    check_tier_goes_away,
     keys,
     make_state,
     new_url,
@@ -221,22 +221,7 @@ def test_a_lost_root_comes_back_from_it(ceph: Ceph, url: str, tmp_path: Path) ->
 
 
 def test_as_a_tier_a_server_that_goes_away_costs_nothing_but_age(ceph: Ceph, url: str, tmp_path: Path) -> None:
-    tier = Tier(url, storage_options=ceph.options)
-    with Checkpointer(tmp_path / "root", keep=KeepLast(2), tiers=[tier]) as checkpointer:
-        checkpointer.save(1, small(1)).wait(tier=tier, timeout_s=60)
-        ceph.kill_gateway()
-        try:
-            for step in range(2, 8):
-                checkpointer.save(step, small(step)).wait(timeout_s=30)
-            assert checkpointer.stats().failed == 0
-            assert checkpointer.stats().tiers[0].committed_step == 1
-        finally:
-            ceph.start_gateway()
-        checkpointer.wait(tier=tier, timeout_s=150)
-        assert checkpointer.stats().tiers[0].committed_step == 7
-    live = small(-1)
-    assert stillframe.restore(url, live, storage_options=ceph.options).step == 7
-    assert is_right(live, 7)
+    check_tier_goes_away(ceph, url, tmp_path / "root", ceph.kill_gateway, ceph.start_gateway, last=7)
 
 
 @pytest.mark.parametrize("what", ["key", "bucket"])

@@ -7,7 +7,7 @@ other names  Label, read_alias, show_labels, save_of: a directory that stands fo
              hide: parts of a state that a segment, opened by others, should not show
 removal      remove: single steps, beside the run that saves there
 state dicts  LiveState: one that stands still until the next update; versions_of: to tell if it did not;
-             mapped, path_text, tensors_in, is_tensor: what is in one
+             mapped, Path, path_text, tensors_in, is_tensor: what is in one
 values       storable: whether a value comes back as it was; is_wrapper: whether a tensor wraps others;
              load_rank, load_save: what one rank, or all of them, saved in a save
 roots        has_saves: whether there is anything to wait for; wait_finished: for the keepers of a run that has ended;
@@ -44,6 +44,7 @@ from stillframe.checkpoint.catalog import Catalog
 from stillframe.checkpoint.labels import read_alias, save_of
 from stillframe.checkpointer import Checkpointer
 from stillframe.errors import StillframeError
+from stillframe.format.tree import Path
 from stillframe.format.values import ELSEWHERE
 from stillframe.latch import Answer
 from stillframe.model import Label, Ticket, check_step
@@ -70,6 +71,7 @@ __all__ = [
     "Label",
     "LiveState",
     "Meeting",
+    "Path",
     "Run",
     "TensorBox",
     "Ticket",

@@ -250,7 +250,9 @@ def test_ranks_that_see_two_saves_of_one_step_are_told(tmp_path: Path) -> None:
             checkpointer.rewind(1)
             checkpointer.save(2, state).wait()
     assert reader.prepare_global_plan([plans[0]] * 2) == [plans[0]] * 2
-    with pytest.raises(stillframe.StateError, match=r"different checkpoints in .*, 2-e1-1, 2-e2-1: load again"):
+    with pytest.raises(
+        stillframe.StateError, match=r"different checkpoints in .*, step 2 of start 1 and step 2 of start 2: load again"
+    ):
         reader.prepare_global_plan(plans)
 
 

@@ -127,6 +127,7 @@ def test_the_public_names_are_what_we_think() -> None:
         "Label",
         "LiveState",
         "Meeting",
+        "Path",
         "Run",
         "TensorBox",
         "Ticket",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import enum
 from collections import OrderedDict
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ from stillframe.format import limits
 from stillframe.format.tree import LeafNode, Node, ObjectNode, TensorNode, TupleNode, ValueNode, render
 from stillframe.save.device import DeviceTable
 from stillframe.save.plan import make_plan
-from stillframe.state.codecs import register_leaf
+from stillframe.state.codecs import codec_named, codec_of, register_leaf
 from stillframe.state.outline import Outline
 from stillframe.state.walk import Walk
 
@@ -414,7 +415,51 @@ def test_a_name_belongs_to_one_class_and_a_class_to_one_name(kind: Any, name: An
         register_leaf(kind, name, lambda value: value, lambda value: value)
 
 
-def test_functions_that_cannot_be_called_are_refused() -> None:
-    nothing: Any = None
+@pytest.mark.parametrize(("encode", "decode"), [("text", "text"), (dict, None), (None, dict)])
+def test_functions_that_cannot_be_called_are_refused(encode: Any, decode: Any) -> None:
     with pytest.raises(ConfigError, match="callable"):
-        register_leaf(Loader, "tests.Loader", nothing, nothing)
+        register_leaf(Loader, "tests.Loader", encode, decode)
+
+
+def test_without_functions_a_leaf_is_its_attributes() -> None:
+    """Also of a class that cannot be made without arguments, or counts how many were made."""
+
+    class Config:
+        made = 0
+
+        def __new__(cls, *args: Any) -> Config:
+            return object.__new__(cls)
+
+        def __init__(self, rate: float, weight: torch.Tensor) -> None:
+            Config.made += 1
+            self.rate, self.weight = rate, weight
+
+    @dataclasses.dataclass(frozen=True)
+    class Frozen:
+        names: list[str]
+
+    register_leaf(Config, "tests.Config")
+    register_leaf(Frozen, "tests.Frozen")
+    walk = Walk([Config(0.5, T), Frozen(["a"])])
+    assert (walk.values, walk.tensors) == ([0.5, ["a"]], [T])
+    codec, frozen = codec_of(Config), codec_of(Frozen)
+    assert codec is not None
+    assert frozen is not None
+    back = codec.decode({"rate": 0.25, "weight": T})
+    assert (type(back), vars(back), Config.made) == (Config, {"rate": 0.25, "weight": T}, 1)
+    assert frozen.decode({"names": ["b"]}) == Frozen(["b"])
+
+
+class Slots:
+    __slots__ = ("x",)
+
+
+class MoreThanSlots(Slots):
+    pass
+
+
+@pytest.mark.parametrize("kind", [Slots, MoreThanSlots, OrderedDict, int, type("Rates", (dict,), {}), type(None)])
+def test_a_class_whose_instances_hold_more_than_attributes_needs_functions(kind: type) -> None:
+    with pytest.raises(ConfigError, match="more than attributes: give encode and decode"):
+        register_leaf(kind, "tests.more")
+    assert codec_named("tests.more") is None

@@ -11,16 +11,13 @@ import argparse
 import io
 import pickle
 import types
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from stillframe import register_leaf
 from stillframe.errors import FormatError, UnsupportedStateError
-from stillframe.spi import is_tensor, mapped, path_text, storable
-
-_Path = tuple[Any, ...]
+from stillframe.spi import Path, is_tensor, mapped, path_text, storable
 
 
 class Opaque:
@@ -33,14 +30,14 @@ class Opaque:
         self.data, self.pickled = data, pickled
 
 
-def to_leaves(node: Any, advice: str | None, path: _Path = ()) -> Any:
+def to_leaves(node: Any, advice: str | None, path: Path = ()) -> Any:
     """The same nesting, with an :class:`Opaque` for what only pickle can hold; nothing else is copied.
 
     ``advice``: how the user can allow pickle, for the error; ``None``: it is allowed.
     Raises: :class:`UnsupportedStateError`, with path and type.
     """
 
-    def leaf(path: _Path, value: Any) -> Any:
+    def leaf(path: Path, value: Any) -> Any:
         if is_tensor(value) or storable(value):
             return value
         kind, data = f"{type(value).__module__}.{type(value).__qualname__}", io.BytesIO()
@@ -58,7 +55,7 @@ def to_leaves(node: Any, advice: str | None, path: _Path = ()) -> Any:
     return mapped(node, leaf, path)
 
 
-def from_leaves(node: Any, map_location: Any, weights_only: bool | None, advice: str, path: _Path = ()) -> Any:
+def from_leaves(node: Any, map_location: Any, weights_only: bool | None, advice: str, path: Path = ()) -> Any:
     """The same nesting, with everything unpickled that was pickled; ``map_location``, ``weights_only``: as
     ``torch.load`` takes them, so by default no code runs.
 
@@ -67,7 +64,7 @@ def from_leaves(node: Any, map_location: Any, weights_only: bool | None, advice:
     """
     place = map_location if isinstance(map_location, str | torch.device) else None
 
-    def leaf(path: _Path, value: Any) -> Any:
+    def leaf(path: Path, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             return value if place is None else value.to(place)
         if not isinstance(value, Opaque) or not value.pickled:
@@ -88,17 +85,6 @@ def unpickled(file: Any, map_location: Any, weights_only: bool | None, what: str
         raise FormatError(f"{what}, and cannot be read: {error}") from error
 
 
-def register_attributes(kind: Any, name: str) -> None:
-    """Store instances of a class as their attributes."""
-
-    def made(attributes: Mapping[str, Any]) -> Any:
-        value = kind.__new__(kind)
-        vars(value).update(attributes)
-        return value
-
-    register_leaf(kind, name, lambda value: dict(vars(value)), made)
-
-
 def register_deepspeed_types() -> None:
     """The classes whose instances DeepSpeed itself puts into its dicts."""
     from deepspeed.checkpoint.universal_checkpoint import SubparamShape
@@ -106,11 +92,11 @@ def register_deepspeed_types() -> None:
     from deepspeed.utils.tensor_fragment import fragment_address
 
     for kind in (LossScaler, DynamicLossScaler, fragment_address, SubparamShape):
-        register_attributes(kind, f"deepspeed.{kind.__name__}")
+        register_leaf(kind, f"deepspeed.{kind.__name__}")
 
 
-register_attributes(argparse.Namespace, "namespace.Namespace")
-register_attributes(types.SimpleNamespace, "namespace.SimpleNamespace")
+register_leaf(argparse.Namespace, "namespace.Namespace")
+register_leaf(types.SimpleNamespace, "namespace.SimpleNamespace", vars, lambda found: types.SimpleNamespace(**found))
 register_leaf(
     Opaque,
     "opaque",

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from stillframe.errors import ConfigError, StillframeError
-from stillframe.model import Phase, Progress, TierPhase, Times
+from stillframe.model import Phase, Progress, SaveId, TierPhase, Times
 from stillframe.tiers import TierName
 
 if TYPE_CHECKING:
@@ -43,6 +43,11 @@ class Save:
         self._then: list[Callable[[Save], object]] = []
         self._over: list[Callable[[Save], object]] = []
         """Called also if it fails."""
+
+    @property
+    def id(self) -> SaveId | None:
+        """Its step, epoch and attempt: no other save in the root has the same.  Known once it is sealed."""
+        return None if self.epoch is None else SaveId(self.step, self.epoch, self.attempt)
 
     @property
     def phase(self) -> Phase:

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from stillframe.format.tree import Path
 from stillframe.state.dtypes import PLAIN_TENSORS
 from stillframe.state.forms import FORM
 from stillframe.state.forward import scaled_in_forward
@@ -26,12 +27,11 @@ from stillframe.state.memory import byte_extent
 from stillframe.state.torch_internals import is_sharded_tensor, local_of, own_parameters, with_shards
 from stillframe.state.wrappers import is_wrapper
 
-_Path = tuple[Any, ...]
 _OWNERS = (torch.nn.Module, torch.optim.Optimizer)
 _KEYS = {str, int, float, bool, type(None)}
 
 
-def mapped(node: Any, leaf: Callable[[_Path, Any], Any], path: _Path = ()) -> Any:
+def mapped(node: Any, leaf: Callable[[Path, Any], Any], path: Path = ()) -> Any:
     """The same nesting of dicts, lists and tuples, with what ``leaf`` makes of each other value and its path.
 
     A dict with other keys than plain ones is a value as a whole.
@@ -44,7 +44,7 @@ def mapped(node: Any, leaf: Callable[[_Path, Any], Any], path: _Path = ()) -> An
     return leaf(path, node)
 
 
-def path_text(path: _Path) -> str:
+def path_text(path: Path) -> str:
     """As people read it."""
     return "/".join(map(str, path))
 
@@ -54,11 +54,11 @@ def is_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and not is_sharded_tensor(value) and not is_wrapper(local_of(value))
 
 
-def tensors_in(state: Any) -> dict[_Path, torch.Tensor]:
+def tensors_in(state: Any) -> dict[Path, torch.Tensor]:
     """Of a state dict, by their paths; those of a ShardedTensor have its path and their number."""
-    found: dict[_Path, torch.Tensor] = {}
+    found: dict[Path, torch.Tensor] = {}
 
-    def note(path: _Path, value: Any) -> None:
+    def note(path: Path, value: Any) -> None:
         if is_sharded_tensor(value):
             found.update({(*path, at): shard.tensor for at, shard in enumerate(value.local_shards())})
         elif is_tensor(value):
@@ -80,9 +80,9 @@ class LiveState:
     def __init__(self, *, by_optimizers: bool = False) -> None:
         self._by_optimizers = by_optimizers
         self._owners: list[weakref.ref[Any]] = []
-        self._unowned: set[_Path] | None = None
+        self._unowned: set[Path] | None = None
         """Paths of tensors whose owner was not found when all objects were last searched."""
-        self._copies: dict[_Path, torch.Tensor] = {}
+        self._copies: dict[Path, torch.Tensor] = {}
 
     def state(self, state: Any) -> Any:
         """The same nesting of dicts, lists and tuples, with everything in it safe until the next update."""
@@ -94,7 +94,7 @@ class LiveState:
         self._copies = self._copied({path: tensors[path] for path in tensors if path in unowned})
         return mapped(state, self._still)
 
-    def _still(self, path: _Path, value: Any) -> Any:
+    def _still(self, path: Path, value: Any) -> Any:
         if is_tensor(value):
             return self._copies.get(path, value)
         if is_sharded_tensor(value):
@@ -105,9 +105,9 @@ class LiveState:
         except Exception:
             return value  # nothing that could be stored: who stores it says so, on every rank
 
-    def _copied(self, tensors: Mapping[_Path, torch.Tensor]) -> dict[_Path, torch.Tensor]:
+    def _copied(self, tensors: Mapping[Path, torch.Tensor]) -> dict[Path, torch.Tensor]:
         """Copy each tensor, into the earlier copy at its path if that fits; tied tensors are copied once."""
-        copies: dict[_Path, torch.Tensor] = {}
+        copies: dict[Path, torch.Tensor] = {}
         tied: dict[Any, torch.Tensor] = {}
         taken: set[int] = set()
         with torch.no_grad():
@@ -121,7 +121,7 @@ class LiveState:
                 copies[path] = tied[key]
         return copies
 
-    def _without_owner(self, tensors: Mapping[_Path, torch.Tensor]) -> set[_Path]:
+    def _without_owner(self, tensors: Mapping[Path, torch.Tensor]) -> set[Path]:
         owned = _Extents(map(local_of, self._owned()))
         scaled = _Extents(scaled_in_forward(reference() for reference in self._owners))
         local = {path: local_of(tensor) for path, tensor in tensors.items() if tensor.numel()}

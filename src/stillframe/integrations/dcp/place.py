@@ -12,14 +12,12 @@ from torch.distributed.checkpoint.metadata import StorageMeta
 from stillframe.errors import ConfigError
 from stillframe.store import files, is_url, root_address
 
-PathLike = str | os.PathLike[str]
-
 
 @dataclass(eq=False)
 class Place:
     """What DCP asks of readers and writers alike, and what it takes to make one."""
 
-    path: PathLike
+    path: str | os.PathLike[str]
     _: KW_ONLY
     step: int | None = None
     allow_pickle: bool = False
@@ -36,7 +34,7 @@ class Place:
     def checkpoint_id(self) -> str:
         return os.fspath(self.path)
 
-    def reset(self, checkpoint_id: PathLike | None = None) -> None:
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         if checkpoint_id is not None:
             self.path = root_address(checkpoint_id)
 
@@ -44,7 +42,7 @@ class Place:
         return StorageMeta(self.checkpoint_id, self.save_id, self.load_id)
 
     @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: PathLike) -> bool:
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         try:
             return bool(root_address(checkpoint_id))
         except ConfigError:
@@ -55,8 +53,3 @@ def refuse_dcps_own(path: str, advice: str) -> None:
     """Raises :class:`ConfigError` for a directory that DCP's own storage has written to."""
     if not is_url(path) and files.is_taken(os.path.join(path, ".metadata")):
         raise ConfigError(f"{path} holds a checkpoint that DCP itself wrote: {advice}")
-
-
-def id_of(save: Any) -> str:
-    """Of a save, for DCP's ``save_id``: no other has the same in this root."""
-    return f"{save.step}-e{save.epoch}-{save.attempt}"

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 
 from stillframe.errors import StateError, UnsupportedStateError
-from stillframe.integrations.dcp.place import Place, id_of, refuse_dcps_own
+from stillframe.integrations.dcp.place import Place, refuse_dcps_own
 from stillframe.integrations.pickled import Opaque, from_leaves
 from stillframe.open_roots import seat
 from stillframe.spi import BoxReader
@@ -44,7 +44,7 @@ class Reader(Place, StorageReader):
         self._flat, paths = flatten_state_dict(nested)
         self._whole = {str(key): value for key, value in nested.items()}
         described = Described({name: _described(value, reader) for name, value in self._flat.items()}, self._whole)
-        self.load_id, self.save_id = uuid.uuid4().hex, id_of(reader.save)
+        self.load_id, self.save_id = uuid.uuid4().hex, str(reader.save)
         return dcp.Metadata(described, paths, storage_meta=self.storage_meta(), version=CURRENT_DCP_VERSION)
 
     def set_up_storage_reader(self, metadata: dcp.Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -56,10 +56,10 @@ class Reader(Place, StorageReader):
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         seen = sorted({plan.storage_data for plan in plans})
         if len(seen) > 1:  # also of one step: a run may have gone back, and saved it again
-            raise StateError(f"ranks see different checkpoints in {self.path}, {', '.join(seen)}: load again")
+            raise StateError(f"ranks see different checkpoints in {self.path}, {' and '.join(seen)}: load again")
         return plans
 
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> torch.futures.Future[None]:
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> torch.futures.Future[Any]:
         assert self._reader is not None
         named = self._flat if getattr(planner, "flatten_state_dict", True) else {**self._flat, **self._whole}
         with self._reader as reader:
@@ -79,9 +79,7 @@ class Reader(Place, StorageReader):
                     planner.load_bytes(item, self._bytes_of(item.storage_index.fqn, value, planner))
                 else:
                     planner.commit_tensor(item, value)
-        done: torch.futures.Future[None] = torch.futures.Future()
-        done.set_result(None)
-        return done
+        return torch.futures.collect_all([])  # done
 
     def _bytes_of(self, name: str, stored: Any, planner: LoadPlanner) -> io.BytesIO:
         """As the planner that saved it would have written it.  Raises :class:`UnsupportedStateError`."""

@@ -159,11 +159,10 @@ class Stager(AsyncStager):
         fence()  # the copies of the state before have been copied away
         return Staging(gate, LiveDict(self._live.state(state_dict)), self._writer.step)
 
-    def synchronize_staging(self) -> None:
-        """Nothing to do: the fence synchronizes."""
-
     def close(self) -> None:
-        """Nothing to do: the copies go with this object."""
+        """Nothing to do: the fence synchronizes, and the copies go with this object."""
+
+    synchronize_staging = close
 
 
 class LiveDict(dict[str, Any]):
@@ -176,10 +175,6 @@ class LiveDict(dict[str, Any]):
         )
 
 
-class _Life:
-    """Of a round.  Its thread alone refers to it; to the round itself, the traceback of its error may."""
-
-
 class _Here(threading.local):
     """What belongs to this thread."""
 
@@ -189,7 +184,7 @@ class _Here(threading.local):
 
     def begin(self, found: Round) -> Round:
         """The round before has ended now; this one has when the thread ends or begins another."""
-        self.round, self._life = found, _Life()
+        self.round, self._life = found, threading.Event()  # any object: a traceback may keep the round itself alive
         weakref.finalize(self._life, found.ended).atexit = False
         return found
 

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 
 from stillframe import Catalog
 from stillframe.errors import ConfigError, ExistsError, StateError, UnsupportedStateError
-from stillframe.integrations.dcp.place import PathLike, Place, id_of, refuse_dcps_own
+from stillframe.integrations.dcp.place import Place, refuse_dcps_own
 from stillframe.integrations.dcp.round import Carried, begin_round, current, end_left_rounds
 from stillframe.integrations.pickled import Opaque, to_leaves
 from stillframe.open_roots import How, admitting, close_root, close_roots
@@ -45,7 +45,7 @@ class Writer(Place, StorageWriter):
     overwrite: bool = True
     _home: int = field(default_factory=os.getpid, init=False, repr=False)
 
-    def reset(self, checkpoint_id: PathLike | None = None) -> None:
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         super().reset(checkpoint_id)
         current.reset = self, self.checkpoint_id if checkpoint_id is None else root_address(checkpoint_id)
 
@@ -103,11 +103,12 @@ class Writer(Place, StorageWriter):
             root = found.using.enter_context(found.admission.enter(found.path, self._how))
             advice = None if self.allow_pickle else "give Writer(…, allow_pickle=True)"
             state = _state(plan, planner, advice, has_gaps=found.admission.world_size > 1)
-            found.requested(root.save(found.admission.ticket, state, since=found.versions))
+            save = root.save(found.admission.ticket, state, since=found.versions)
+            found.requested(save)
         except BaseException as error:
             found.end(error)
             raise
-        self.save_id = id_of(found.save)
+        self.save_id = str(save.id)
         if found.admission.rank != 0:
             found.end()  # the coordinator alone is called again
         written: torch.futures.Future[list[WriteResult]] = torch.futures.Future()
@@ -119,7 +120,7 @@ class Writer(Place, StorageWriter):
         assert found.save is not None
         found.save.wait("committed")
         found.end()
-        metadata.storage_meta = StorageMeta(found.path, id_of(found.save))
+        metadata.storage_meta = StorageMeta(found.path, str(found.save.id))
         metadata.version = CURRENT_DCP_VERSION
 
 

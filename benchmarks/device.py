@@ -5,8 +5,7 @@ at a set rate: a link to scale.  So the figures say what stillframe adds to the 
 
 1. Staging against the link: a state copied chunk by chunk by torch alone, and staged by a save; in turns.
 2. The fence: how long the host stands in it, when copies are shorter than an iteration, and when it comes at once.
-3. ``save()`` of many tensors on the device and in host memory; in turns.  Then what it has to ask torch for on a device
-   and need not on the host, on both alone: a storage of each tensor, and a row of all that is captured.
+3. ``save()`` of many tensors on the device and in host memory: a process each, in turns.
 4. How often the interpreter is taken for a chunk: beside a loop that never lets go of it by itself, each time costs one
    switch interval.
 """
@@ -15,12 +14,14 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import product
 from typing import Any
 
 import torch
@@ -32,7 +33,8 @@ from stillframe.model import CHUNK_BYTES
 
 _LINK_BYTES_S = 400e6
 _CHUNKS = 16
-_TENSORS = 1250
+_LAYERS = 146, 400, 1250
+"""Of eight tensors each: the first make as many as a model of 7 B has."""
 _SWITCH_S = 0.05
 
 
@@ -100,52 +102,38 @@ def _fences(turns: int) -> list[str]:
 
 
 def _saves(turns: int) -> list[str]:
-    """Time of the training thread alone: others would be counted with it on a busy machine."""
-    states: dict[str, Any] = {}
-    lazy: dict[str, list[torch.Tensor]] = {}
-    small: dict[str, list[torch.Tensor]] = {}
-    for device in ("cpu", "queued"):
-        model = torch.nn.ModuleList(torch.nn.Linear(24, 24) for _ in range(_TENSORS)).to(device)
-        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-        for parameter in model.parameters():
-            parameter.grad = torch.zeros_like(parameter)
-        optimizer.step()
-        states[device] = {"model": model, "optimizer": optimizer}
-        moments = [tensor for each in optimizer.state.values() for tensor in each.values()]
-        lazy[device] = [*model.parameters(), *(each for each in moments if each.dim())]
-        small[device] = [each for each in moments if not each.dim()]
-    took: dict[str, list[float]] = {device: [] for device in states}
-    taken: dict[str, list[float]] = {device: [] for device in states}
-    stacked: dict[str, list[float]] = {device: [] for device in states}
-    with _checkpointer() as on_host, _checkpointer() as on_device:
-        for turn in range(4 * turns + 2):
-            both = [("cpu", on_host), ("queued", on_device)]
-            for name, checkpointer in reversed(both) if turn % 2 else both:
-                began = time.thread_time()
-                save = checkpointer.save(turn, states[name])
-                took[name].append(1e3 * (time.thread_time() - began))
-                save.wait()
-                began = time.thread_time()
-                storages = list(map(torch.Tensor.untyped_storage, lazy[name]))
-                taken[name].append(1e3 * (time.thread_time() - began))
-                del storages
-                began = time.thread_time()
-                torch.stack(small[name])
-                stacked[name].append(1e3 * (time.thread_time() - began))
-    rows = {
-        f"save() of {8 * _TENSORS} tensors": took,
-        f"alone: storages of {len(lazy['cpu'])}": taken,
-        f"alone: stack of {len(small['cpu'])}": stacked,
-    }
-    ratios = [device_ms / host_ms for host_ms, device_ms in zip(took["cpu"], took["queued"], strict=True)]
-    return [
-        *(
-            f"{what}, {name}: {_said(times[2:], '.1f')} ms of CPU"
-            for what, by_device in rows.items()
-            for name, times in by_device.items()
-        ),
-        f"save() of the device against the host's in the same turn: {_said(ratios[2:], '.2f')}",
-    ]
+    """A process each, as a job has its state on the device or not: in one process the second would lie where the first
+    left room."""
+    return [_save_of(layers, turns) for layers in _LAYERS]
+
+
+def _save_of(layers: int, turns: int) -> str:
+    took: dict[str, list[float]] = {"cpu": [], "queued": []}
+    for _, device in product(range(turns), took):
+        command = [sys.executable, "-m", "benchmarks.device", "--save", device, str(layers)]
+        took[device].append(float(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout))
+    host_ms, device_ms = (statistics.median(times) for times in took.values())
+    return (
+        f"save() of {8 * layers} tensors, ms of CPU: host {_said(took['cpu'], '.2f')}; "
+        f"device {_said(took['queued'], '.2f')}; {device_ms / host_ms:.2f}"
+    )
+
+
+def _one_save(device: str, layers: int) -> float:
+    """Milliseconds of the training thread alone: others would be counted with it on a busy machine."""
+    model = torch.nn.ModuleList(torch.nn.Linear(24, 24) for _ in range(layers)).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    took = []
+    with _checkpointer() as checkpointer:
+        for step in range(32):
+            began = time.thread_time()
+            save = checkpointer.save(step, {"model": model, "optimizer": optimizer})
+            took.append(1e3 * (time.thread_time() - began))
+            save.wait()
+    return statistics.median(took[2:])
 
 
 def _takes(turns: int) -> str:
@@ -200,12 +188,16 @@ def main() -> None:
     """Prints one line for each question."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--turns", type=int, default=5)
-    turns = parser.parse_args().turns
+    parser.add_argument("--save", nargs=2, metavar=("DEVICE", "LAYERS"), help="only this: a part of the third question")
+    options = parser.parse_args()
     queued.load()
+    if options.save is not None:
+        print(_one_save(options.save[0], int(options.save[1])))
+        return
     console = Console(highlight=False)
     questions: list[Callable[[int], str | list[str]]] = [_staging, _fences, _saves, _takes]
     for question in questions:
-        said = question(turns)
+        said = question(options.turns)
         console.print(said if isinstance(said, str) else "\n".join(said), soft_wrap=True)
 
 

@@ -1,8 +1,9 @@
 """What a save asks of every tensor, on the training thread: once, and block by block.
 
 Ten thousand tensors do not fit into the caches of a core.  A question that is put to all of them waits for memory at
-each; the next question waits again.  So all questions are put to some hundred tensors, then to the next.  (10,000
-tensors: 10.6 ms question by question, 6.7 ms block by block.)
+each; the next question waits again.  So all questions are put to some hundred tensors, then to the next.  First the one
+that torch puts to all of them in one call: it waits for several at a time.  (10,000 tensors: 10.6 ms question by
+question, 6.7 ms block by block; 4.9 instead of 6.5 ms, on another day, with that question first.)
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ class Survey:
         self.have_same_forms = True
         for number, start in enumerate(range(0, len(tensors), BLOCK)):
             block = tensors[start : start + BLOCK]
+            if checks and self.have_same_forms:
+                self.have_same_forms = checks[number](*block)
             self.addresses += map(torch.Tensor.data_ptr, block)
             self.versions += versions_of(block)
             self.storages += map(torch.Tensor.untyped_storage, compress(block, is_held[start : start + BLOCK]))
-            if checks and self.have_same_forms:
-                self.have_same_forms = checks[number](*block)
 
 
 def form_checks(tensors: Sequence[torch.Tensor]) -> list[Callable[..., bool]]:

@@ -16,7 +16,8 @@ from stillframe.model import CHUNK_BYTES
 from stillframe.save.copies import Chunk
 from stillframe.save.device import DeviceTable
 from stillframe.save.places import Sources
-from stillframe.save.plan import SMALL_BYTES, Plan, make_plan
+from stillframe.save.plan import Plan, make_plan
+from stillframe.save.targets import SMALL_BYTES
 from stillframe.state.walk import Walk
 from stillframe.units import MIB
 from tests.property.exact import tensor_bytes

@@ -1,11 +1,11 @@
 """The plan of a save: where every tensor goes in the segment, and which copies put it there.
 
 Made from a :class:`Walk` when the structure is new, and reused as long as it stays the same.  It is made in three
-passes: which memory is written once (:func:`extents_of`); which boxes of it this rank writes (:func:`assign`); and
+passes: which memory is written once (:func:`extents_of`); which boxes of it this rank writes (:class:`Division`); and
 where these lie in the segment (:func:`_lay_out`).
 
 Layout: shards by falling item size (so each starts at a multiple of its own), within one item size the captured ones
-first (so they form at most four ranges).
+first (so they form at most four ranges), then what is small (so it goes in one copy).
 """
 
 from __future__ import annotations
@@ -13,38 +13,35 @@ from __future__ import annotations
 import gc
 import itertools
 import operator
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import msgspec
 
 from stillframe.format.digest import digest_of
-from stillframe.format.layout import Layout, writers_of
+from stillframe.format.layout import Layout
 from stillframe.format.records import Team, encode_shards, encode_tree
-from stillframe.format.segment import BoxOf, Shard, encode_header, hide
-from stillframe.format.tree import RankBox, ShardedNode, TensorNode, structure_of
+from stillframe.format.segment import Shard, encode_header, hide
+from stillframe.format.tree import TensorNode, structure_of
 from stillframe.save.copies import Capture, Chunk, Target, captures_of, chunks_of
 from stillframe.save.device import Device, DeviceTable, Gathered
 from stillframe.save.places import is_kept
 from stillframe.save.signature import Signature
 from stillframe.save.survey import Survey
+from stillframe.save.targets import SMALL_BYTES, Division, steady_in
 from stillframe.save.versions import Versions
-from stillframe.state.boxes import Box
-from stillframe.state.division import HeldBox, assign
 from stillframe.state.dtypes import DTYPE_NAMES
 from stillframe.state.forms import forms_of
 from stillframe.state.forward import buffers_of, changes_in_forward
-from stillframe.state.memory import Extent, extents_of, is_plain, storage_of, storages_of
+from stillframe.state.memory import extents_of, storage_of, storages_of
 from stillframe.state.outline import Outline
 from stillframe.state.spread import ALONE, Seat, Spread, find_spreads, parts_of, teams_of
 from stillframe.state.torch_internals import versions_of
 from stillframe.state.walk import Walk
 from stillframe.units import MIB
 
-SMALL_BYTES = 64
-"""Tensors up to this size are captured by ``save`` itself: Adam's ``step``, counters, scales."""
 MOVED_BYTES = 4 * MIB
 """So many bytes of tensors that are new at every save are captured: about a millisecond, less than another plan."""
 
@@ -149,7 +146,7 @@ def make_plan(
     is_volatile = [found or index in moved for index, found in enumerate(walk.is_volatile)]
     extents = extents_of(walk.tensors, forms, _ties(walk, is_volatile, spreads))
     names = _unique_names(outline.names)
-    division = _Division(walk, is_volatile, names, spreads, devices, seat)
+    division = Division(walk, is_volatile, names, spreads, devices, seat, steady_in(walk) - spreads.keys())
     division.divide(extents)
     is_watched = _watched(walk, division.is_lazy)
     order, data_bytes = _lay_out(division.targets)
@@ -228,127 +225,9 @@ def _ties(walk: Walk, is_volatile: list[bool], spreads: dict[int, Spread]) -> di
     return ties
 
 
-class _Division:
-    """The second pass: what this rank writes of each extent."""
-
-    def __init__(
-        self,
-        walk: Walk,
-        is_volatile: list[bool],
-        names: Sequence[str],
-        spreads: dict[int, Spread],
-        devices: DeviceTable,
-        seat: Seat,
-    ) -> None:
-        self._is_volatile = is_volatile
-        self._names = names
-        self._spreads = spreads
-        self._devices = devices
-        self._seat = seat
-        self.targets: list[Target] = []
-        self.leaves: list[TensorNode | ShardedNode] = [_OPEN] * len(walk.tensors)
-        """For each tensor of the walk where it is stored; open until its target has a place."""
-        self.is_loose = [False] * len(walk.tensors)
-        self.may_move: list[int] = []
-        """Tensors that are alone in their memory, and of this rank only: each could be captured as well."""
-        self.is_lazy = [False] * len(walk.tensors)
-        self.shared: list[tuple[Target, Spread]] = []
-        """The extents that other ranks hold too, or hold boxes of."""
-        self.layouts: dict[Layout, int] = {}
-        """Numbered as they come."""
-
-    def divide(self, extents: Iterable[Extent]) -> None:
-        for extent in extents:
-            target = self._target(extent)
-            spread = self._spreads.get(extent.index)
-            if spread is None:
-                self.targets.append(target)
-                if len(extent.members) == 1 and not target.is_captured:
-                    self.may_move.append(extent.index)
-                self._note_lazy(target)
-            else:
-                self.shared.append((target, spread))
-        by_ranks: dict[tuple[int, ...], list[tuple[Target, Spread]]] = defaultdict(list)
-        for target, spread in self.shared:
-            by_ranks[spread.ranks if self._seat.writes_once else (self._seat.rank,)].append((target, spread))
-        for ranks, members in by_ranks.items():
-            members.sort(key=lambda each: each[0].name)  # all of these ranks know this order
-            # What is captured stays whole: it is small, or may be another object at the next save.
-            boxes = [
-                HeldBox(box, target.item_bytes, not target.is_captured)
-                for target, spread in members
-                for box in spread.boxes
-            ]
-            assigned = iter(assign(boxes, writers_of(ranks)))
-            for target, spread in members:
-                self._write_boxes(target, spread, list(itertools.islice(assigned, len(spread.boxes))))
-
-    def _target(self, extent: Extent) -> Target:
-        first = extent.index
-        source = extent.source
-        nbytes = source.nbytes
-        is_volatile = self._is_volatile[first]
-        is_captured = is_volatile or nbytes <= SMALL_BYTES
-        # A small tensor may be another object at the next save, unless it has aliases: then all of them would be.  A
-        # tensor whose memory is not its content is straightened anew at each save.
-        is_loose = is_captured and (is_volatile or len(extent.members) == 1 or not is_plain(source))
-        if is_loose:
-            for index, _ in extent.members:
-                self.is_loose[index] = True
-        return Target(
-            source,
-            self._devices.of(source),
-            self._names[first] + "~memory" if extent.cover is None else self._names[extent.cover],
-            source.element_size(),
-            nbytes,
-            extent.members,
-            is_captured,
-            is_volatile,
-            first,
-            first if is_loose else None,
-        )
-
-    def _note_lazy(self, target: Target) -> None:
-        """This rank writes of it; each of its aliases may have a version of its own."""
-        if not target.is_captured:
-            for index, _ in target.members:
-                self.is_lazy[index] = True
-
-    def _write_boxes(self, target: Target, spread: Spread, assigned: list[list[tuple[int, Box]]]) -> None:
-        """Of a tensor of which this rank holds boxes: those that it writes, and who writes the others."""
-        tensor = self._seat.global_name(target.name, spread.team)
-        local = target.source.detach()
-        for number, boxes in enumerate(assigned):
-            for rank, box in boxes:
-                if rank == self._seat.rank:
-                    source = box.of(local)
-                    own = replace(
-                        target,
-                        source=source,
-                        name=target.name if number == 0 else f"{target.name}~{number + 1}~box",
-                        nbytes=source.nbytes,
-                        members=(),
-                        loose=target.members[0][0] if target.is_captured else None,
-                        box=box if source.shape != local.shape else None,
-                        box_of=BoxOf(tensor, spread.shape, box.offset),
-                    )
-                    self.targets.append(own)
-                    self._note_lazy(target)
-        written = [RankBox(rank, box.offset, box.shape) for boxes in assigned for rank, box in boxes]
-        layout = None
-        if spread.recorded is not None and self._seat.knows_ranks:
-            layout = self.layouts.setdefault(spread.recorded, len(self.layouts))
-        node = ShardedNode(tensor, DTYPE_NAMES[target.source.dtype], spread.shape, written, layout)
-        for index, _ in target.members:
-            self.leaves[index] = node
-
-
-_OPEN = TensorNode(-1)
-
-
 def _lay_out(targets: Iterable[Target]) -> tuple[list[Target], int]:
     """The third pass: the targets in the order of the segment, each with its place, and how long the data is."""
-    order = sorted(targets, key=lambda target: (-target.item_bytes, not target.is_captured))
+    order = sorted(targets, key=lambda each: (-each.item_bytes, not each.is_captured, each.nbytes > SMALL_BYTES))
     at = 0
     for number, target in enumerate(order):
         target.number, target.start = number, at

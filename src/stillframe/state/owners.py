@@ -107,6 +107,11 @@ def optimizers_in(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimize
     return list(found.values())
 
 
+def state_of_optimizers(owners: Iterable[object]) -> Iterator[torch.Tensor]:
+    """What the optimizers among these, each without those in it, hold for their parameters."""
+    return _tensors([owner.state for owner in owners if isinstance(owner, torch.optim.Optimizer)])
+
+
 def _tensors(node: Any) -> Iterator[torch.Tensor]:
     if isinstance(node, torch.Tensor):
         yield node

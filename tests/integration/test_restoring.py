@@ -307,6 +307,26 @@ def test_a_leaf_type_of_ones_own(root: Path) -> None:
         stillframe.register_leaf(dict, "test.window", dict, dict)
 
 
+def test_a_leaf_that_cannot_be_made_again_is_named(root: Path) -> None:
+    """Its class has changed, or somebody has made the file."""
+
+    class Config:
+        def __init__(self) -> None:
+            self.rate = 0.5
+
+    stillframe.register_leaf(Config, "test.config", lambda config: [config.rate], lambda data: data["rate"])
+    save(root, {"config": Config(), "x": torch.ones(3)})
+    message = r"'test.config', of which no .*Config could be made"
+    with pytest.raises(stillframe.UnsupportedStateError, match=f"{message}: TypeError") as told:
+        stillframe.load(root)
+    assert isinstance(told.value.__cause__, TypeError)
+    with pytest.raises(stillframe.StateError, match=f"{message}.*partly overwritten"):
+        restore(root, {"config": None, "x": torch.zeros(3)})
+    stillframe.register_leaf(Config, "test.config")  # whose functions do not fit what is stored
+    with pytest.raises(stillframe.UnsupportedStateError, match=message):
+        stillframe.load(root)
+
+
 def test_an_interrupt_in_the_middle_of_a_restore_ends_it_and_the_next_one_works(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

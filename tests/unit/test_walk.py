@@ -398,13 +398,22 @@ def test_a_subclass_of_a_registered_leaf_is_refused() -> None:
     assert "SpecialPoint" in refused({"a": SpecialPoint(1.0, T)})
 
 
-def test_registering_again_replaces_the_functions() -> None:
-    class Angle:
-        pass
+def test_registering_again_replaces_the_functions_also_if_the_class_was_made_anew() -> None:
+    def made() -> type:
+        class Angle:
+            pass
 
-    register_leaf(Angle, "tests.Angle", lambda angle: 1, lambda value: Angle())
-    register_leaf(Angle, "tests.Angle", lambda angle: 2, lambda value: Angle())
-    assert Walk(Angle()).values == [2]
+        return Angle
+
+    first, second = made(), made()
+    register_leaf(first, "tests.Angle", lambda angle: 1, lambda value: first())
+    register_leaf(first, "tests.Angle", lambda angle: 2, lambda value: first())
+    assert Walk(first()).values == [2]
+    register_leaf(second, "tests.Angle", lambda angle: 3, lambda value: second())
+    assert Walk(second()).values == [3]
+    named = codec_named("tests.Angle")
+    assert named is not None
+    assert type(named.decode(3)) is second
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import torch
 
 from stillframe.checkpoint.catalog import Catalog, Checkpoint
 from stillframe.checkpoint.stored import Located, Stored
-from stillframe.errors import FormatError, IntegrityError, NotFoundError, UnsupportedStateError
+from stillframe.errors import FormatError, IntegrityError, NotFoundError, UnsupportedStateError, text_of
 from stillframe.format import tree, values
 from stillframe.model import SaveId, check_step
 from stillframe.restoring.place import Placement
@@ -87,7 +87,18 @@ class Builder:
             raise UnsupportedStateError(
                 f"the checkpoint holds a leaf named {node.name!r}; call register_leaf for it before loading"
             )
-        return lambda: codec.decode(item())
+
+        def decode() -> Any:
+            stored = item()
+            try:
+                return codec.decode(stored)
+            except Exception as error:  # of the user's own code, or of a file that somebody has made
+                raise UnsupportedStateError(
+                    f"the checkpoint holds a leaf named {node.name!r}, of which no {codec.kind.__qualname__} could be "
+                    f"made: {type(error).__name__}: {text_of(error)}; register functions that can read it"
+                ) from error
+
+        return decode
 
     def _dict(self, located: Located, node: tree.DictNode, path: tree.Path) -> Later | None:
         found = [(key, self.build(item, (*path, key))) for key, item in self.items(located)]

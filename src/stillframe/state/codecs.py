@@ -36,7 +36,7 @@ def register_leaf(
     nesting back.  Without both, the attributes of an instance are stored, and put into a new one
     without a call of its ``__init__``.  ``name`` is what the checkpoint records: keep it for as
     long as checkpoints that use it should load.  Registering the same class and name again
-    replaces the functions.
+    replaces the functions, also if the class was made anew (in a notebook).
 
     Raises: :class:`ConfigError` if the name belongs to another class, or the class to another name; if both functions
     are left out for a class whose instances hold more than attributes.
@@ -54,9 +54,16 @@ def register_leaf(
         raise ConfigError(f"register_leaf({kind.__qualname__}, {name!r}): encode and decode must be callable")
     taken = _by_name.get(name)
     known = _by_kind.get(kind)
-    if (taken is not None and taken.kind is not kind) or (known is not None and known.name != name):
-        raise ConfigError(f"register_leaf({kind.__qualname__}, {name!r}): {taken or known} is registered already")
+    if taken is not None and _full_name(taken.kind) != _full_name(kind):
+        raise ConfigError(f"register_leaf: {name!r} is registered already, for {_full_name(taken.kind)}: give another")
+    if known is not None and known.name != name:
+        raise ConfigError(f"register_leaf: {_full_name(kind)} is registered already, as {known.name!r}: keep that name")
     _by_kind[kind] = _by_name[name] = Codec(kind, name, encode, decode)
+
+
+def _full_name(kind: type) -> str:
+    """The same for a class that was made anew: in a notebook's cell, or by a module that was loaded again."""
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _is_its_attributes(kind: type) -> bool:

@@ -137,8 +137,9 @@ import sys, threading
 from stillframe import Checkpointer
 checkpointer = Checkpointer(sys.argv[1])
 say = lambda word: print(word, flush=True)
-checkpointer.save(1, {"n": 1}).then(lambda save: (say("one"), threading.Event().wait(1), say("ended")))
-checkpointer.wait()
+runs = threading.Event()
+checkpointer.save(1, {"n": 1}).then(lambda save: (say("one"), runs.set(), threading.Event().wait(1), say("ended")))
+runs.wait()
 checkpointer.save(2, {"n": 2}).then(lambda save: say("two"))
 """
 

@@ -1,4 +1,5 @@
-"""Small tensors: an optimizer's are staged lazily on a device, and so behind the fence; all others are captured."""
+"""Counts of steps of torch's own optimizers are staged lazily on a device, behind the fence; all else that is small is
+captured."""
 
 from __future__ import annotations
 
@@ -26,15 +27,18 @@ PARAMETERS = 2 * LAYERS
 WAIT_S = 30.0
 
 
-class Renewing(torch.optim.SGD):
-    """Its count of steps is another tensor after each update."""
+class Own(torch.optim.AdamW):
+    """Of no class that torch has: nobody knows what it writes when."""
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        super().step(closure)
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                before = self.state[parameter].get("step", torch.zeros((), device=parameter.device))
-                self.state[parameter]["step"] = before + 1
+
+class Stateless(torch.optim.Optimizer):
+    """As some wrappers are: it has nothing of torch's optimizer but the class."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        raise AssertionError(f"{name} was asked for")
 
 
 def made(device: str, kind: type[torch.optim.Optimizer] = torch.optim.AdamW, **options: Any) -> dict[str, Any]:
@@ -62,7 +66,7 @@ def plan_of(state: Any) -> Plan:
 
 
 @on_device
-def test_of_small_tensors_on_a_device_only_those_of_an_optimizer_are_lazy() -> None:
+def test_of_small_tensors_on_a_device_only_counts_of_steps_are_lazy() -> None:
     assert plan_of(made("queued", fused=True)).captured_bytes == 4  # "count"
     on_host = made("cpu", fused=True)
     assert plan_of(on_host).captured_bytes == 4 * (PARAMETERS + 1)
@@ -70,6 +74,17 @@ def test_of_small_tensors_on_a_device_only_those_of_an_optimizer_are_lazy() -> N
     assert plan_of(offloaded).captured_bytes == 4 * PARAMETERS
     state = made("queued", fused=True)
     assert plan_of({"optimizer": state["optimizer"].state_dict()}).captured_bytes == 4 * PARAMETERS  # nobody's
+    assert plan_of({"optimizer": made("queued", Own, fused=True)["optimizer"]}).captured_bytes == 4 * PARAMETERS
+
+
+@on_device
+def test_nothing_else_of_an_optimizer_is_lazy_and_small() -> None:
+    state = made("queued", fused=True)
+    optimizer, model = state["optimizer"], state["model"]
+    optimizer.state["micro"] = {"step": torch.zeros((), device="queued")}
+    optimizer.state[model[0].weight]["scale"] = torch.zeros((), device="queued")
+    optimizer.helper = Stateless(optimizer)
+    assert plan_of(state).captured_bytes == 4 * len(["count", "micro", "scale"])
 
 
 @on_device
@@ -81,11 +96,28 @@ def test_what_is_lazy_and_small_goes_in_one_copy() -> None:
     assert len(plan.chunks[0].copies) == 2  # "count", and all the rest
 
 
+@pytest.mark.parametrize(
+    ("shared", "captured"),
+    [("itself", 1), ("view", 1), ("buffer", 2), ("unsaved buffer", 1), ("group", 1), ("storage", PARAMETERS + 1)],
+)
 @on_device
-def test_a_small_tensor_that_an_optimizer_shares_with_somebody_else_is_captured() -> None:
+def test_a_count_of_steps_whose_memory_is_somebody_elses_too_is_captured(shared: str, captured: int) -> None:
     state = made("queued", fused=True)
-    tied = next(iter(state["optimizer"].state.values()))["step"]
-    assert plan_of({**state, "count": tied.view(1)}).captured_bytes == 4
+    optimizer, model = state["optimizer"], state["model"]
+    tied = next(iter(optimizer.state.values()))["step"]
+    del state["count"]
+    if shared == "storage":  # one with a counter of the user's own, which may change at any time
+        flat = torch.zeros(PARAMETERS + 1, device="queued")
+        for number, each in enumerate(optimizer.state.values()):
+            each["step"] = flat[number]
+        state["count"] = flat[PARAMETERS]
+    elif "buffer" in shared:
+        model[0].register_buffer("amax", tied, persistent=shared == "buffer")
+    elif shared == "group":
+        optimizer.param_groups[0]["lr"] = tied
+    else:
+        state["count"] = tied if shared == "itself" else tied.view(1)
+    assert plan_of(state).captured_bytes == 4 * captured
 
 
 @pytest.mark.parametrize("is_held", [True, False])
@@ -122,12 +154,14 @@ def test_a_counter_of_the_users_own_may_change_right_after_save(tmp_path: Path) 
 
 
 @on_device
-def test_an_optimizer_that_makes_its_steps_anew_costs_one_more_plan(tmp_path: Path) -> None:
+def test_counts_of_steps_that_are_made_anew_cost_one_more_plan(tmp_path: Path) -> None:
     with training_on("own"), Checkpointer(tmp_path) as checkpointer:
-        state = made("queued", Renewing)
+        state = made("queued", fused=True)
         with mock.patch.object(capture, "make_plan", wraps=make_plan) as plans:
             for step in range(1, 7):
                 checkpointer.save(step, state).wait(timeout_s=WAIT_S)
                 update(state)
+                for each in state["optimizer"].state.values():
+                    each["step"] = each["step"].clone()
         assert plans.call_count == 2
     assert [steps_in(tmp_path, step) for step in range(1, 7)] == [{float(step)} for step in range(1, 7)]

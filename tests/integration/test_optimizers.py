@@ -193,6 +193,23 @@ def test_its_state_keeps_its_dtype(root: Path) -> None:
     assert all(each.eq(3.0).all() for each in kept)
 
 
+class Shell(torch.optim.Optimizer):
+    """As some wrappers: of torch's optimizer it has the class, and neither state nor groups of its own."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner = inner
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.inner.state_dict()
+
+
+def test_a_wrapper_that_has_no_state_of_its_own_is_staged_as_what_it_wraps() -> None:
+    inner = stepped(torch.optim.AdamW)
+    walk = Walk({"optimizer": Shell(inner)})
+    assert len(walk.tensors) > 1
+    assert not any(walk.is_volatile)
+
+
 def test_its_state_is_staged_lazily_and_what_else_it_holds_is_captured() -> None:
     container = contained()
     advance(container)

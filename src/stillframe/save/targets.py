@@ -1,14 +1,14 @@
 """The second pass of a plan: what this rank writes of each extent, and whether ``save`` captures it.
 
 Captured is what may change before the next update; and what is small, since nobody can tell a counter from a weight by
-its size.  Only of an optimizer's state it is known that it changes in the update: on an accelerator, where a capture
-takes launches in the compute queue, that is staged lazily however small it is (:func:`steady_in`).
+its size.  One kind of counter is known to change in the update only: the steps of torch's own optimizers.  On an
+accelerator, where a capture takes launches in the compute queue, these are staged lazily (:func:`steady_in`).
 """
 
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
@@ -21,25 +21,34 @@ from stillframe.save.places import is_kept
 from stillframe.state.boxes import Box
 from stillframe.state.division import HeldBox, assign
 from stillframe.state.dtypes import DTYPE_NAMES
-from stillframe.state.memory import Extent, is_plain
-from stillframe.state.owners import state_of_optimizers
+from stillframe.state.forward import buffers_of
+from stillframe.state.memory import Extent, is_plain, storage_of, storages_of
+from stillframe.state.owners import step_counts
 from stillframe.state.spread import Seat, Spread
 from stillframe.state.walk import Walk
 
 SMALL_BYTES = 64
-"""Tensors up to this size are captured by ``save`` itself, unless they are steady: counters, scales."""
+"""Tensors up to this size are captured by ``save`` itself, unless they are steady (:func:`steady_in`)."""
 _OPEN = TensorNode(-1)
 
 
 def steady_in(walk: Walk) -> set[int]:
-    """The tensors of a walk that lie in an accelerator's memory and are an optimizer's state; not those of DTensors."""
-    own = set(map(id, state_of_optimizers(walk.owners)))
-    return {index for index, tensor in enumerate(walk.tensors) if id(tensor) in own and not is_kept(tensor)}
+    """The tensors of a walk that change in the update only, and lie in an accelerator's memory.
+
+    Their memory is theirs alone: not another tensor's of the state, nor a buffer's, which may change at any time.
+    """
+    counts = set(map(id, step_counts(walk.owners)))
+    found = [index for index, each in enumerate(walk.tensors) if id(each) in counts and not is_kept(each)]
+    if not found:
+        return set()
+    users = Counter(map(storage_of, walk.tensors))
+    users.update(storages_of(buffers_of(walk.owners)))
+    return {index for index in found if users[storage_of(walk.tensors[index])] == 1}
 
 
 class Division:
-    """What this rank writes of each extent.  ``steady``: tensors of this rank only that are staged lazily, also if they
-    are small."""
+    """What this rank writes of each extent.  ``steady``: tensors of this rank only, each alone in its memory, that are
+    staged lazily although they are small."""
 
     def __init__(
         self,
@@ -100,8 +109,7 @@ class Division:
         source = extent.source
         nbytes = source.nbytes
         is_volatile = self._is_volatile[first]
-        is_steady = all(index in self._steady for index, _ in extent.members)
-        is_captured = is_volatile or (nbytes <= SMALL_BYTES and not is_steady)
+        is_captured = is_volatile or (nbytes <= SMALL_BYTES and first not in self._steady)
         # A small tensor may be another object at the next save, unless it has aliases: then all of them would be.  A
         # tensor whose memory is not its content is straightened anew at each save.
         is_loose = is_captured and (is_volatile or len(extent.members) == 1 or not is_plain(source))

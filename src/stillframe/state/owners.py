@@ -71,11 +71,16 @@ class OptimizerOwner(Owner):
     """What an optimizer, and those in it, hold for their parameters, and the parameters."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._own = [each for one in optimizers_in(optimizer) for each in _tensors([one.state, one.param_groups])]
+        self._own = [each for one in optimizers_in(optimizer) for each in _tensors(_parts_of(one))]
         super().__init__(self._own)
 
     def has_sharded(self, dtensor: Any, local: torch.Tensor) -> bool:
         return self.has(local) if local.numel() else any(each is dtensor for each in self._own)
+
+
+def _parts_of(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """A wrapper may have neither of the two: what it wraps has."""
+    return [getattr(optimizer, name, None) for name in sorted(_OF_PARAMETERS)]
 
 
 def optimizer_owner(optimizer: torch.optim.Optimizer) -> Owner | None:
@@ -107,9 +112,19 @@ def optimizers_in(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimize
     return list(found.values())
 
 
-def state_of_optimizers(owners: Iterable[object]) -> Iterator[torch.Tensor]:
-    """What the optimizers among these, each without those in it, hold for their parameters."""
-    return _tensors([owner.state for owner in owners if isinstance(owner, torch.optim.Optimizer)])
+def step_counts(owners: Iterable[object]) -> Iterator[torch.Tensor]:
+    """How often each parameter was updated, as torch's own optimizers count it: they write that in the update only.
+
+    Of other classes nobody knows what they write when.  No code of theirs, or of what they hold, is run here.
+    """
+    for owner in owners:
+        if isinstance(owner, torch.optim.Optimizer) and type(owner).__module__.startswith("torch.optim."):
+            held = vars(owner).get("state")
+            for parameter, each in dict.items(held) if isinstance(held, dict) else ():
+                is_known = isinstance(parameter, torch.Tensor) and isinstance(each, dict)
+                count = dict.get(each, "step") if is_known else None
+                if isinstance(count, torch.Tensor):
+                    yield count
 
 
 def _tensors(node: Any) -> Iterator[torch.Tensor]:

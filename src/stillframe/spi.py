@@ -9,6 +9,7 @@ removal      remove: single steps, beside the run that saves there
 state dicts  LiveState: one that stands still until the next update; versions_of: to tell if it did not;
              mapped, Path, path_text, tensors_in, is_tensor: what is in one
 values       storable: whether a value comes back as it was; is_wrapper: whether a tensor wraps others;
+             register_attributes: as register_leaf, for simple classes of frameworks;
              load_rank, load_save: what one rank, or all of them, saved in a save
 roots        has_saves: whether there is anything to wait for; wait_finished: for the keepers of a run that has ended;
              go_on, settle_tier: for a run that reads its checkpoint by itself; is_tier: whether a root is one
@@ -59,6 +60,7 @@ from stillframe.save.fence import Holds, OptimizerFence
 from stillframe.save.saves import Save
 from stillframe.save.versions import Versions
 from stillframe.state.boxes import TensorBox
+from stillframe.state.codecs import register_attributes
 from stillframe.state.live import LiveState, is_tensor, mapped, path_text, tensors_in
 from stillframe.state.torch_internals import local_of
 from stillframe.state.walk import storable
@@ -91,6 +93,7 @@ __all__ = [
     "meeting",
     "path_text",
     "read_alias",
+    "register_attributes",
     "remove",
     "save",
     "save_of",

@@ -147,6 +147,7 @@ def test_the_public_names_are_what_we_think() -> None:
         "meeting",
         "path_text",
         "read_alias",
+        "register_attributes",
         "remove",
         "save",
         "save_of",

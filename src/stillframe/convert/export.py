@@ -182,7 +182,7 @@ class _Plain(Builder):
         tensor = self._placement.fresh(leaf)
         return lambda: tensor
 
-    def decoded(self, node: LeafNode, item: Later) -> Later:
+    def decoded(self, node: LeafNode, item: Later, path: tuple[Any, ...]) -> Later:
         return item
 
 

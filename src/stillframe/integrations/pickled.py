@@ -17,7 +17,7 @@ import torch
 
 from stillframe import register_leaf
 from stillframe.errors import FormatError, UnsupportedStateError
-from stillframe.spi import Path, is_tensor, mapped, path_text, storable
+from stillframe.spi import Path, is_tensor, mapped, path_text, register_attributes, storable
 
 
 class Opaque:
@@ -92,11 +92,11 @@ def register_deepspeed_types() -> None:
     from deepspeed.utils.tensor_fragment import fragment_address
 
     for kind in (LossScaler, DynamicLossScaler, fragment_address, SubparamShape):
-        register_leaf(kind, f"deepspeed.{kind.__name__}")
+        register_attributes(kind, f"deepspeed.{kind.__name__}")
 
 
-register_leaf(argparse.Namespace, "namespace.Namespace")
-register_leaf(types.SimpleNamespace, "namespace.SimpleNamespace", vars, lambda found: types.SimpleNamespace(**found))
+register_attributes(argparse.Namespace, "namespace.Namespace")
+register_attributes(types.SimpleNamespace, "namespace.SimpleNamespace")
 register_leaf(
     Opaque,
     "opaque",

@@ -50,8 +50,7 @@ class Builder:
         if isinstance(node, tree.ObjectNode):
             return self.build(located.content, path)
         if isinstance(node, tree.LeafNode):
-            item = self.build(located.children[0], path)
-            return None if item is None else self.decoded(node, item)
+            return self._registered(located, node, path) if self._is_wanted(path) else None
         if isinstance(node, tree.DictNode):
             return self._dict(located, node, path)
         if isinstance(node, tree.WrapperNode):
@@ -81,12 +80,19 @@ class Builder:
     def array(self, leaf: Located) -> Later:
         return self._placement.fresh(leaf).numpy
 
-    def decoded(self, node: tree.LeafNode, item: Later) -> Later:
+    def _registered(self, located: Located, node: tree.LeafNode, path: tree.Path) -> Later:
+        """Chosen as a whole: a part of it is no value of its class."""
+        chosen, self._only, self._exclude = (self._only, self._exclude), None, ()
+        item = self.whole(located.children[0], path)
+        self._only, self._exclude = chosen
+        return self.decoded(node, item, path)
+
+    def decoded(self, node: tree.LeafNode, item: Later, path: tree.Path) -> Later:
+        """What its class makes of it.  Raises: :class:`UnsupportedStateError`, here and later."""
+        what = f"{tree.render(path) or 'the state'!r} was saved as a leaf named {node.name!r}"
         codec = codec_named(node.name)
         if codec is None:
-            raise UnsupportedStateError(
-                f"the checkpoint holds a leaf named {node.name!r}; call register_leaf for it before loading"
-            )
+            raise UnsupportedStateError(f"{what}; call register_leaf for that name before loading")
 
         def decode() -> Any:
             stored = item()
@@ -94,8 +100,8 @@ class Builder:
                 return codec.decode(stored)
             except Exception as error:  # of the user's own code, or of a file that somebody has made
                 raise UnsupportedStateError(
-                    f"the checkpoint holds a leaf named {node.name!r}, of which no {codec.kind.__qualname__} could be "
-                    f"made: {type(error).__name__}: {text_of(error)}; register functions that can read it"
+                    f"{what}, of which no {codec.kind.__qualname__} could be made: {type(error).__name__}: "
+                    f"{text_of(error)}; register functions that can read it"
                 ) from error
 
         return decode

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import logging
 import os
 import signal
+import threading
 import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -19,6 +22,7 @@ import stillframe
 from stillframe import Catalog, Checkpointer, spi
 from stillframe.link import memory
 from stillframe.save import capture, plan
+from stillframe.save.device import HostDevice
 from tests import layout
 from tests.layout import leftovers
 from tests.support import assert_same, make_model, pause, train_step, until
@@ -395,3 +399,50 @@ def test_fresh_tensors_of_the_same_form_need_no_plan_of_their_own(
         if isinstance(state.get("rng"), dict):
             assert torch.equal(stillframe.load(tmp_path, step)["rng"]["torch"], state["rng"]["torch"])
             assert torch.equal(stillframe.load(tmp_path, step)["rng"]["all"][0], state["rng"]["all"][0])
+
+
+@pytest.mark.parametrize("how", ["staged", "audited", "torn"])
+def test_a_save_that_has_ended_keeps_nothing_of_its_state_alive(
+    tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not until the garbage collector comes: states that are made anew for each save would fill the memory."""
+
+    def state() -> tuple[dict[str, Any], weakref.ref[Any]]:
+        memory = np.zeros(MIB)
+        model = torch.nn.Linear(40, 40)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return {"x": torch.from_numpy(memory), "model": model, "optimizer": optimizer}, weakref.ref(memory)
+
+    may_copy, copy_now = threading.Event(), HostDevice.copy
+    may_copy.set()
+
+    def copy_late(device: HostDevice, *given: Any) -> None:
+        may_copy.wait(30)
+        copy_now(device, *given)
+
+    monkeypatch.setattr(HostDevice, "copy", copy_late)
+    gc.collect()
+    gc.disable()
+    try:
+        with Checkpointer(tmp_path, audit=how == "audited", on_error="warn") as checkpointer:
+            saves, kept = [], []
+            for step in range(5):
+                live, reference = state()
+                is_torn = how == "torn" and step < 4
+                if is_torn:
+                    may_copy.clear()
+                saves.append(checkpointer.save(step, live))
+                if is_torn:
+                    live["x"].add_(1)
+                may_copy.set()
+                live["model"](torch.ones(1, 40)).sum().backward()
+                live["optimizer"].step()
+                with contextlib.suppress(stillframe.TornError):
+                    saves[-1].wait("staged")
+                del live
+                kept.append(reference)
+            assert [save.error is not None for save in saves] == [how == "torn"] * 4 + [False]
+            # Of the first, what torch imports meanwhile may keep frames; the last is in the plan.
+            assert [reference() is None for reference in kept[1:]] == [True, True, True, False]
+    finally:
+        gc.enable()

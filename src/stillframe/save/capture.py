@@ -26,7 +26,9 @@ from stillframe.state.walk import Walk
 class Captured:
     """A state that may change again behind the fence: all that the stager needs to copy it."""
 
-    plan: Plan
+    plan: Plan | None
+    """It keeps what it was made of alive, so it is let go of, too."""
+    devices: list[Device]
     draft: SealDraft
     memory: dict[Device, Gathered]
     """The bytes that were copied here, because they may change before the next update."""
@@ -44,7 +46,7 @@ class Captured:
         """Keep nothing alive any more: every copy is made, or none will be."""
         self.memory.clear()
         self.sources.clear()
-        self.walk = None
+        self.plan = self.walk = None
         self.versions.drop()
 
 
@@ -65,7 +67,7 @@ class Request:
         sources = Sources(self.walk.tensors, self.plan.slots, self.survey.storages)
         memory = self.plan.capture(self.walk, self.survey)
         marks = [(device, device.mark()) for device in self.plan.devices]
-        return Captured(self.plan, self.draft, memory, marks, versions, sources, self.walk)
+        return Captured(self.plan, self.plan.devices, self.draft, memory, marks, versions, sources, self.walk)
 
 
 class Planner:

@@ -66,7 +66,7 @@ class Endings:
         at_s = time.monotonic()
         job.keeper.send(messages.Staged(job.save.number, at_s))
         # Only now: whoever sees "staged" may rely on the keeper knowing, and on the state's memory being let go.
-        job.captured.release()
+        job.release()
         self._saves.staged(job.save, at_s)
         job.is_over = True
 
@@ -99,7 +99,7 @@ class Endings:
             self._over(job)
 
     def _over(self, job: Job) -> None:
-        job.captured.release()
+        job.release()
         job.is_over = True
 
     def lose_issuing(self, problem: BaseException) -> None:

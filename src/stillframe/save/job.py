@@ -47,7 +47,18 @@ class Job:
 
     @property
     def plan(self) -> Plan:
+        """Until the state is let go of."""
+        assert self.captured.plan is not None
         return self.captured.plan
+
+    @property
+    def devices(self) -> list[Device]:
+        return self.captured.devices
+
+    def release(self) -> None:
+        """Keep nothing of the state alive any more.  The save outlives this, and refers to it."""
+        self.captured.release()
+        self.audit = None
 
     def let_go(self) -> None:
         """It has failed: nobody waits for it any more."""

@@ -53,7 +53,7 @@ class Saver:
         self._budget = Budget(saves, lambda: stager.arena)
         self._updates: int | None = None
         """How many there had been at the save before."""
-        self._sound: Plan | None = None
+        self._sound: object = None
         """Its state is the one that is trained, or is not meant to be."""
         self._bare: list[dict[Any, Any]] = []
         self._bare_updates = 0
@@ -134,14 +134,14 @@ class Saver:
         nothing: the gradients were not finite, or the learning rate is 0.
         """
         before, self._updates = self._updates, updates
-        if before is None or updates is None or updates <= before or request.plan is self._sound:
+        if before is None or updates is None or updates <= before or request.plan.shards is self._sound:
             return False
         walk = request.walk
         modules = (owner for owner in walk.owners if isinstance(owner, torch.nn.Module))
         parameters = itertools.chain(walk.tensors, *(module.parameters() for module in modules))
         if any(each.requires_grad for each in parameters) and not self._fence.has_updated(walk.tensors):
             return True
-        self._sound = request.plan  # the same memory: it need not be looked at again
+        self._sound = request.plan.shards  # of one plan only: the same memory need not be looked at again
         return False
 
     def _look_for_snapshots(self, bare: list[dict[Any, Any]]) -> None:

@@ -43,7 +43,7 @@ class Spans:
             _wait_for_copies(job)  # of the compute before them: else all would be copied at once when that is done
         for number in range(len(job.plan.chunks)):
             put(job, self._issue(job, number))
-        job.tickets = [(device, ticket) for device in job.plan.devices if (ticket := device.ticket()) is not None]
+        job.tickets = [(device, ticket) for device in job.devices if (ticket := device.ticket()) is not None]
         job.issued.unlock()
 
     def _issue(self, job: Job, number: int) -> Filled:
@@ -122,7 +122,7 @@ class Spans:
 
 def _wait_for_copies(job: Job) -> None:
     """Of the devices of this save; those that are issued so far.  Raises what the devices raise."""
-    for device in job.plan.devices:
+    for device in job.devices:
         ticket = device.ticket()
         if ticket is not None:
             ticket.wait()

@@ -210,6 +210,7 @@ class Stager:
 
     def begin_audit(self, step: int, captured: Captured) -> Audit:
         """Hash what is to be staged.  Blocks the training thread, so that nothing changes meanwhile."""
+        assert captured.plan is not None
         audit = Audit(captured.plan, step, captured.sources)
         self._standing_still(captured.marks, audit.begin)
         return audit
@@ -231,7 +232,7 @@ class Stager:
         problem: Exception | None = None
         self._wait(job.dealt_with)
         try:
-            marks = [(device, device.mark()) for device in job.plan.devices]
+            marks = [(device, device.mark()) for device in job.devices]
         except Exception as error:  # in an update: it fails the save, and raises nothing here
             problem = error
         self._standing_still([], work)

@@ -49,6 +49,18 @@ def test_tickets_are_numbered_one_after_the_other(tmp_path: Path) -> None:
         issuing.issue(39)
 
 
+def test_a_ticket_comes_after_what_an_earlier_run_has_committed_since_the_first_look(tmp_path: Path) -> None:
+    """A checkpointer is made while the keeper of a run that was killed still commits; a ticket is issued after that."""
+    issuing, restored = steps(tmp_path), steps(tmp_path)
+    issuing.look()
+    restored.look()
+    with Checkpointer(tmp_path) as earlier:
+        earlier.save(6, {"n": 1})
+    assert issuing.issue(None) == Ticket(7)
+    restored.enter(SaveId(3))  # the run goes on from there, whatever is newer
+    assert restored.issue(None) == Ticket(4)
+
+
 def test_steps_rise_but_for_those_that_failed(tmp_path: Path) -> None:
     saving, saves = steps(tmp_path), Saves("warn")
     saves.on_end.append(saving.ended)

@@ -38,6 +38,8 @@ class TakenSteps:
         self._catalog = catalog
         self._floor: int | None = None
         """The step that the epoch goes on from, -1 if there is none; ``None``: not looked up yet."""
+        self._is_early = False
+        """It was looked up before the root was ours: an earlier run may have committed more since."""
         self._greatest = -1
         self._taken: dict[int, Taken] = {}
         """Of those that are saved, the greatest."""
@@ -46,7 +48,7 @@ class TakenSteps:
 
     def enter(self, parent: SaveId | None) -> None:
         """Another epoch begins, which goes on from this checkpoint."""
-        self._floor = -1 if parent is None else parent.step
+        self._floor, self._is_early = (-1 if parent is None else parent.step), False
         self._greatest = -1
         self._taken, self._spent = {}, {}
 
@@ -55,13 +57,14 @@ class TakenSteps:
 
         What is not known here, the keeper finds out before anything is written.
         """
+        self._is_early = True
         with contextlib.suppress(StillframeError):
             self._look_up()
 
     def leave(self) -> None:
         """Another epoch begins, which goes on from the newest checkpoint."""
         saved = [step for step, each in list(self._taken.items()) if each.is_saved]
-        self._floor = max(saved, default=None)  # of those under way, the keeper finds out
+        self._floor, self._is_early = max(saved, default=None), False  # of those under way, the keeper finds out
         self._greatest = -1
         self._taken, self._spent = {}, {}
 
@@ -113,11 +116,15 @@ class TakenSteps:
     # --- tickets ---------------------------------------------------------------------------
 
     def issue(self, step: int | None, least: int = 0) -> Ticket:
-        """Take a step (by default the next one, and not below ``least``) for every rank.  On one rank.
+        """Take a step (by default the next one, and not below ``least``) for every rank.  On one rank, once it has the
+        root.
 
-        Raises :class:`ExistsError` as :meth:`begin` does.
+        Raises :class:`ExistsError` as :meth:`begin` does; :class:`StorageError`.
         """
+        if self._is_early:
+            self._floor = None
         floor = self._look_up()
+        self._is_early = False
         while True:
             wanted = max(floor + 1, self._greatest + 1, least) if step is None else step
             try:

@@ -45,7 +45,7 @@ TAKERS: dict[str, Any] = {
     "dcp.Writer.reset": lambda root: Writer("here").reset(root),
     "dcp.Reader": Reader,
     "deepspeed save": lambda root: deepspeed_engine().create(types.SimpleNamespace(save_dir=root, tag="best")),
-    "deepspeed load": lambda root: deepspeed_engine().settle(root, None),
+    "deepspeed load": lambda root: deepspeed_engine().settle(root, None, is_universal=False),
     "deepspeed export": lambda root: deepspeed.export(root, "best", "out"),
 }
 

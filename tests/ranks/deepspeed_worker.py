@@ -523,6 +523,41 @@ def strangers(root: Path) -> None:
     engine = build(default)
     fails(lambda: engine.load_checkpoint(str(mine), "torn"), "IntegrityError", "bytes instead of")
     engine.destroy()
+    no_pickle_is_run(root / "foreign")
+
+
+class Runs:
+    """Code of somebody else's, in a file that is unpickled."""
+
+    has_run = False
+
+    @classmethod
+    def run(cls) -> None:
+        cls.has_run = True
+
+    def __reduce__(self) -> Any:
+        return Runs.run, ()
+
+
+def no_pickle_is_run(where: Path) -> None:
+    """Nor by DeepSpeed itself, which reads some files without the engine."""
+    engine = build(config(3, "bf16"))
+    update(engine, 0)
+    engine.save_checkpoint(str(where), "tag")
+    engine.destroy()
+    dist.barrier()
+    if dist.get_rank() == 0:
+        for file in (where / "tag").glob("*_optim_states.pt"):
+            torch.save(Runs(), file)
+    dist.barrier()
+    for options in ({}, {"load_optimizer_states": False}, {"load_module_only": True, "load_optimizer_states": False}):
+        engine = build(config(3, "bf16"), seed=1)
+        fails(lambda: engine.load_checkpoint(str(where), "tag", **options), "FormatError", "not written by stillframe")  # noqa: B023
+        engine.destroy()
+    engine = build(config(3, "bf16", checkpoint={"load_universal": True}), seed=1)
+    fails(lambda: engine.load_checkpoint(str(where), "tag"), "FormatError", "universal", '"allow_pickle"')
+    engine.destroy()
+    assert not Runs.has_run
 
 
 def exported(root: Path) -> None:

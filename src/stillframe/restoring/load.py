@@ -274,6 +274,8 @@ def read_while_it_is_there(catalog: Catalog, step: int | SaveId | None, read: Ca
                 raise
         if step is not None:
             break
+    if isinstance(step, SaveId):
+        raise NotFoundError(f"{save} is not committed in {catalog.root}, or was removed while it was read")
     raise NotFoundError(f"step {save.step} was removed from {catalog.root} while it was read")
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from stillframe import KeepLast, Save, spi
-from stillframe.errors import ConfigError, ExistsError, NotFoundError, StillframeError
+from stillframe.errors import ConfigError, ExistsError, FormatError, NotFoundError, StillframeError
 from stillframe.integrations.deepspeed.pointers import FILES, RUN, content_of, read
 from stillframe.integrations.frameworks import SharedRoot, here, save_together
 from stillframe.integrations.pickled import to_leaves
@@ -126,13 +126,16 @@ class CheckpointEngine:
                 save.wait("committed")
         self._tell_failure()
 
-    def settle(self, directory: str, tag: str | None) -> None:
+    def settle(self, directory: str, tag: str | None, is_universal: bool) -> None:
         """Before a load: wait, on every rank, until the saves to it are committed: of this engine, of any other of this
         process, and of a run just killed.
 
         Raises, on every rank: :class:`NotFoundError` if there is no such tag; :class:`StorageError` if that, or whether
-        there is a ``latest``, cannot be determined: DeepSpeed would take it for a fresh start.
+        there is a ``latest``, cannot be determined: DeepSpeed would take it for a fresh start; :class:`FormatError` for
+        a universal checkpoint, which DeepSpeed itself unpickles, unless pickle is allowed.
         """
+        if is_universal and self._advice is not None:
+            raise FormatError(f"loading a universal checkpoint runs code from it: if you trust it, {self._advice}")
         directory_address(directory)
 
         def settled() -> None:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import functools
 import importlib.util
 import sys
+import types
 from collections.abc import Callable
 from typing import Any
+
+import torch
 
 from stillframe.errors import ConfigError
 from stillframe.integrations.deepspeed.engine import CheckpointEngine
@@ -25,6 +28,7 @@ def install() -> None:
         )
     from deepspeed.runtime import engine as runtime
     from deepspeed.runtime.checkpoint_engine import datastates_checkpoint_engine as place
+    from deepspeed.utils import zero_to_fp32
 
     engine_type, stock = runtime.DeepSpeedEngine, place.DataStatesCheckpointEngine
     if issubclass(stock, CheckpointEngine):
@@ -50,15 +54,19 @@ def install() -> None:
 
     @functools.wraps(load_checkpoint)
     def load(self: Any, load_dir: Any, tag: str | None = None, *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(self.checkpoint_engine, CheckpointEngine):
+        ours = self.checkpoint_engine
+        if not isinstance(ours, CheckpointEngine):
             return load_checkpoint(self, load_dir, tag, *args, **kwargs)
-        self.checkpoint_engine.settle(load_dir, tag)
-        # In stage 3 without optimizer states, DeepSpeed 0.19 takes the weights of ``latest``, whatever the tag.
+        ours.settle(load_dir, tag, self.load_universal_checkpoint())
+        # In stage 3 without optimizer states, DeepSpeed 0.19 takes the weights of ``latest``, whatever the tag, and
+        # unpickles its files by itself.
         runtime.get_fp32_state_dict_from_zero_checkpoint = functools.partial(gathered, tag=tag)
+        read = {"load": lambda path, map_location=None, **_: ours.load(path, map_location)}
+        zero_to_fp32.torch = types.SimpleNamespace(**{**vars(torch), **read})
         try:
             return load_checkpoint(self, load_dir, tag, *args, **kwargs)
         finally:
-            runtime.get_fp32_state_dict_from_zero_checkpoint = gathered
+            runtime.get_fp32_state_dict_from_zero_checkpoint, zero_to_fp32.torch = gathered, torch
 
     engine_type.save_checkpoint, engine_type.load_checkpoint = save, load
 

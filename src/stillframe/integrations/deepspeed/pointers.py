@@ -80,7 +80,7 @@ def read(path: str, map_location: Any, advice: str | None) -> Any:
     register_deepspeed_types()
     (save, rank), run = alias, data.rsplit(b"\n", 2)[1].decode(errors="replace")
     root, name = os.path.dirname(os.path.dirname(os.path.abspath(path))), os.path.basename(path)
-    lost = f"{path} stands for {save}, which is not in {root}: copy a whole save_dir, or what export() writes"
+    lost = f"{path} stands for {save}, which is not (yet) in {root}: copy a whole save_dir, or what export() writes"
     try:
         state = spi.load_rank(root, save, rank, only=[RUN, f"{FILES}/{name}"])
     except NotFoundError as error:

@@ -76,7 +76,7 @@ class Writer(Place, StorageWriter):
         refuse_dcps_own(path, "give another directory; a reader could not tell which of the two is meant")
         newest = None if self.overwrite else Catalog(path, storage_options=self.storage_options).latest()
         if newest is not None:
-            raise ExistsError(f"overwrite=False: {path} holds a checkpoint, step {newest}")
+            raise ExistsError(f"Checkpoint already exists and overwrite=False: {path} holds step {newest}")
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         return plan

@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import shutil
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 import stillframe
-from stillframe import BusyError, Catalog, Checkpointer, ExistsError, KeepBest, KeepLast, NotFoundError, StorageError
+from stillframe import (
+    BusyError,
+    Catalog,
+    Checkpointer,
+    ExistsError,
+    KeepBest,
+    KeepLast,
+    NotFoundError,
+    StorageError,
+    spi,
+)
 from stillframe.checkpoint import epochs
 from stillframe.model import SaveId
 from tests import layout
+from tests.support import pause
 
 
 def saves_of(root: Path) -> list[SaveId]:
@@ -116,16 +131,30 @@ def test_a_step_that_is_not_after_the_newest_is_refused(tmp_path: Path) -> None:
         checkpointer.save(11, state).wait()
 
 
+@contextlib.contextmanager
+def paused_keeper(checkpointer: Checkpointer) -> Iterator[None]:
+    """Behind a commit it still writes, and would make a root that has gone."""
+    pid = spi.keeper_pid(checkpointer)
+    assert pid is not None
+    pause(pid)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
 def test_a_failed_step_is_saved_again_as_another_attempt(tmp_path: Path) -> None:
     state = {"x": torch.zeros(())}
     with Checkpointer(tmp_path, on_error="warn") as checkpointer:
         checkpointer.save(1, state).wait()
-        root = tmp_path.rename(tmp_path.parent / "away")
-        tmp_path.write_text("in the way")
+        with paused_keeper(checkpointer):
+            root = tmp_path.rename(tmp_path.parent / f"{tmp_path.name}-away")
+            tmp_path.write_text("in the way")
         with pytest.raises(StorageError):
             checkpointer.save(2, state).wait()
-        tmp_path.unlink()
-        root.rename(tmp_path)
+        with paused_keeper(checkpointer):
+            tmp_path.unlink()
+            root.rename(tmp_path)
         again = checkpointer.save(2, state)
         again.wait()
         assert again.attempt == 2

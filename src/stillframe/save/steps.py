@@ -121,9 +121,7 @@ class TakenSteps:
 
         Raises :class:`ExistsError` as :meth:`begin` does; :class:`StorageError`.
         """
-        if self._is_early:
-            self._floor = None
-        floor = self._look_up()
+        floor = self._look_up(again=self._is_early and not self._taken)
         self._is_early = False
         while True:
             wanted = max(floor + 1, self._greatest + 1, least) if step is None else step
@@ -191,11 +189,12 @@ class TakenSteps:
                 "be restored, and the newer work lost. Save steps in rising order, or rewind() to an earlier one first"
             )
 
-    def _look_up(self) -> int:
-        if self._floor is None:
+    def _look_up(self, again: bool = False) -> int:
+        floor = self._floor
+        if floor is None or again:
             newest = self._catalog.newest()
-            self._floor = -1 if newest is None else newest.step
-        return self._floor
+            self._floor = floor = -1 if newest is None else newest.step
+        return floor
 
 
 def _how_far(taken: Taken) -> str:

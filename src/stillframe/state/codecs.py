@@ -44,9 +44,9 @@ def register_leaf(kind: type[_T], name: str, encode: Callable[[_T], Any], decode
         raise ConfigError(f"register_leaf: {name!r} is registered already, for {_full_name(taken.kind)}: give another")
     if known is not None and known.name != name:
         raise ConfigError(f"register_leaf: {_full_name(kind)} is registered already, as {known.name!r}: keep that name")
-    if taken is not None:
-        del _by_kind[taken.kind]
     _by_kind[kind] = _by_name[name] = Codec(kind, name, encode, decode)
+    if taken is not None and taken.kind is not kind:
+        _by_kind.pop(taken.kind, None)
 
 
 def register_attributes(kind: type[_T], name: str) -> None:

@@ -60,10 +60,10 @@ def install() -> None:
         ours.settle(load_dir, tag, self.load_universal_checkpoint())
         # In stage 3 without optimizer states, DeepSpeed 0.19 takes the weights of ``latest``, whatever the tag, and
         # unpickles its files by itself.
-        runtime.get_fp32_state_dict_from_zero_checkpoint = functools.partial(gathered, tag=tag)
         read = {"load": lambda path, map_location=None, **_: ours.load(path, map_location)}
-        zero_to_fp32.torch = types.SimpleNamespace(**{**vars(torch), **read})
         try:
+            runtime.get_fp32_state_dict_from_zero_checkpoint = functools.partial(gathered, tag=tag)
+            zero_to_fp32.torch = types.SimpleNamespace(**{**vars(torch), **read})
             return load_checkpoint(self, load_dir, tag, *args, **kwargs)
         finally:
             runtime.get_fp32_state_dict_from_zero_checkpoint, zero_to_fp32.torch = gathered, torch
